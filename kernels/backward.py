@@ -1,0 +1,263 @@
+"""Backward: dK and dV in one kernel (a key tile a program), dQ in another (a query tile a program). No atomics.
+
+Each product with P or dS on its left is formed where that operand's rows are at hand: P^T and dS^T in the key kernel,
+dS in the query kernel. A scale a row then needs no reduction across warps, and every sum has one order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.attention.config import QuantConfig
+from sagebwd.kernels import tuning
+from sagebwd.kernels.common import quantise_left
+from sagebwd.kernels.forward import mean_logits
+from sagebwd.kernels.quantise import Quantised
+
+
+@triton.jit
+def _query_tiles(
+    dk, dv, keys, values, k_factor, lo, hi, kv_cols,
+    q_hat, q_columns, q_scale, q_mean, do_columns, do_scale, lse2, delta, do, do_m, do_d,
+    k, k_mean, k_n, k_d, d, m, n, m_pad, factor,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PER_ROW: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """Adds the query tiles of [lo, hi) to dK (without the softmax scale) and dV of one key tile."""
+    for start in range(lo, hi, BM):
+        start = tl.multiple_of(start, BM)
+        rows = start + tl.arange(0, BM)
+        q_scale_tile = tl.load(q_scale + start // BM)
+        queries = tl.load(q_hat + rows[:, None] * DP + d[None, :])
+        s = tl.dot(keys, tl.trans(queries), out_dtype=tl.int32).to(tl.float32)  # [BN, BM]: everything is transposed
+        s = s * ((q_scale_tile * factor) * k_factor)
+        mean = None
+        if q_mean is not None:
+            mean = tl.load(q_mean + start // BM * DP + d)
+            s += mean_logits(mean, k, k_mean, kv_cols, d, n, k_n, k_d, factor, D)[:, None]
+        p = tl.math.exp2(s - tl.load(lse2 + rows)[None, :])
+        if MASKED:
+            seen = (kv_cols < n)[:, None]
+            if CAUSAL:
+                seen = seen & (kv_cols[:, None] <= rows[None, :] + (n - m))
+            p = tl.where(seen, p, 0.0)
+        p_hat, p_scale = quantise_left(p, PER_ROW)
+        grads = tl.load(do_columns + d[:, None] * m_pad + rows[None, :])
+        part = tl.dot(p_hat, tl.trans(grads), out_dtype=tl.int32).to(tl.float32)
+        dv += part * (p_scale * tl.load(do_scale + start // BM))
+        at = do + rows.to(tl.int64)[:, None] * do_m + d.to(tl.int64)[None, :] * do_d
+        grads16 = tl.load(at, mask=(rows < m)[:, None] & (d < D)[None, :], other=0.0)
+        dp = tl.dot(values, tl.trans(grads16), input_precision="ieee")
+        ds = p * (dp - tl.load(delta + rows)[None, :])
+        ds_hat, ds_scale = quantise_left(ds, PER_ROW)
+        queries = tl.load(q_columns + d[:, None] * m_pad + rows[None, :])
+        part = tl.dot(ds_hat, tl.trans(queries), out_dtype=tl.int32).to(tl.float32)
+        dk += part * (ds_scale * q_scale_tile)
+        if q_mean is not None:
+            dk += tl.sum(ds, 1)[:, None] * mean[None, :]
+    return dk, dv
+
+
+@triton.jit
+def _backward_kv(
+    q_hat, q_columns, q_scale, q_mean, k_hat, k_scale, do_columns, do_scale, lse2, delta, do, v, k, k_mean, dk, dv,
+    do_b, do_h, do_m, do_d, v_b, v_h, v_n, v_d, k_b, k_h, k_n, k_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
+    heads, group, m, n, m_pad, n_pad, softmax_scale, factor, key_tiles,
+    CAUSAL: tl.constexpr, PER_ROW: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    kv = (pid // key_tiles).to(tl.int64)
+    tile = pid % key_tiles  # with a causal mask the first keys have the most queries: they start first
+    kv_heads = heads // group
+    b = kv // kv_heads
+    head = kv % kv_heads
+    cols = tile * BN + tl.arange(0, BN)
+    d = tl.arange(0, DP)
+    keys = tl.load(k_hat + kv * n_pad * DP + cols[:, None] * DP + d[None, :])
+    k_factor = tl.load(k_scale + kv * (n_pad // BK) + cols // BK)[:, None]
+    valid = (cols < n)[:, None] & (d < D)[None, :]
+    at = v + b * v_b + head * v_h + cols.to(tl.int64)[:, None] * v_n + d.to(tl.int64)[None, :] * v_d
+    values = tl.load(at, mask=valid, other=0.0)
+    if q_mean is not None:
+        k += b * k_b + head * k_h
+        if k_mean is not None:
+            k_mean += kv * D
+
+    dk_sum = tl.zeros((BN, DP), tl.float32)
+    dv_sum = tl.zeros((BN, DP), tl.float32)
+    hi = tl.cdiv(m, BM) * BM
+    lo = 0
+    full = 0  # query tiles from it on need no mask
+    if CAUSAL:
+        lo = tl.minimum(hi, tl.maximum(0, tile * BN - (n - m)) // BM * BM)
+        full = tl.minimum(hi, tl.cdiv(tl.maximum(0, (tile + 1) * BN - 1 - (n - m)), BM) * BM)
+    if (tile + 1) * BN > n:
+        full = hi
+    for g in range(group):
+        bh = kv * group + g
+        do_head = do + b * do_b + (head * group + g) * do_h
+        mean_head = None
+        if q_mean is not None:
+            mean_head = q_mean + bh * (m_pad // BM) * DP
+        dk_sum, dv_sum = _query_tiles(
+            dk_sum, dv_sum, keys, values, k_factor, lo, full, cols,
+            q_hat + bh * m_pad * DP, q_columns + bh * m_pad * DP, q_scale + bh * (m_pad // BM), mean_head,
+            do_columns + bh * m_pad * DP, do_scale + bh * (m_pad // BM), lse2 + bh * m_pad, delta + bh * m_pad,
+            do_head, do_m, do_d, k, k_mean, k_n, k_d, d, m, n, m_pad, factor,
+            CAUSAL, True, PER_ROW, D, DP, BM,
+        )  # fmt: skip
+        dk_sum, dv_sum = _query_tiles(
+            dk_sum, dv_sum, keys, values, k_factor, full, hi, cols,
+            q_hat + bh * m_pad * DP, q_columns + bh * m_pad * DP, q_scale + bh * (m_pad // BM), mean_head,
+            do_columns + bh * m_pad * DP, do_scale + bh * (m_pad // BM), lse2 + bh * m_pad, delta + bh * m_pad,
+            do_head, do_m, do_d, k, k_mean, k_n, k_d, d, m, n, m_pad, factor,
+            CAUSAL, False, PER_ROW, D, DP, BM,
+        )  # fmt: skip
+    at = dk + b * dk_b + head * dk_h + cols.to(tl.int64)[:, None] * dk_n + d.to(tl.int64)[None, :] * dk_d
+    tl.store(at, (dk_sum * softmax_scale).to(dk.dtype.element_ty), mask=valid)
+    at = dv + b * dv_b + head * dv_h + cols.to(tl.int64)[:, None] * dv_n + d.to(tl.int64)[None, :] * dv_d
+    tl.store(at, dv_sum.to(dv.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _key_tiles(
+    dq, row_sum, queries, grads16, row_factor, row_lse2, row_delta, lo, hi, rows,
+    k_hat, k_columns, k_scale, v, v_n, v_d, q_mean, k, k_mean, k_n, k_d, d, m, n, n_pad, factor,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PER_ROW: tl.constexpr, DELTA_ONLY: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Adds the key tiles of [lo, hi) to dQ (without the softmax scale) or, with DELTA_ONLY, to rowsum(P dP)."""
+    for start in range(lo, hi, BN):
+        start = tl.multiple_of(start, BN)
+        cols = start + tl.arange(0, BN)
+        k_scale_tile = tl.load(k_scale + start // BN)
+        keys = tl.load(k_hat + cols[:, None] * DP + d[None, :])
+        s = tl.dot(queries, tl.trans(keys), out_dtype=tl.int32).to(tl.float32)
+        s = s * (row_factor * k_scale_tile)
+        if q_mean is not None:
+            s += mean_logits(q_mean, k, k_mean, cols, d, n, k_n, k_d, factor, D)[None, :]
+        p = tl.math.exp2(s - row_lse2[:, None])
+        if MASKED:
+            seen = (cols < n)[None, :]
+            if CAUSAL:
+                seen = seen & (cols[None, :] <= rows[:, None] + (n - m))
+            p = tl.where(seen, p, 0.0)
+        at = v + cols.to(tl.int64)[:, None] * v_n + d.to(tl.int64)[None, :] * v_d
+        values = tl.load(at, mask=(cols < n)[:, None] & (d < D)[None, :], other=0.0)
+        dp = tl.dot(grads16, tl.trans(values), input_precision="ieee")
+        if DELTA_ONLY:
+            row_sum += tl.sum(p * dp, 1)
+        else:
+            ds_hat, ds_scale = quantise_left(p * (dp - row_delta[:, None]), PER_ROW)
+            keys = tl.load(k_columns + d[:, None] * n_pad + cols[None, :])
+            part = tl.dot(ds_hat, tl.trans(keys), out_dtype=tl.int32).to(tl.float32)
+            dq += part * (ds_scale * k_scale_tile)
+    return dq, row_sum
+
+
+@triton.jit
+def _backward_q(
+    q_hat, q_scale, q_mean, k_hat, k_columns, k_scale, lse2, delta, do, v, k, k_mean, dq,
+    do_b, do_h, do_m, do_d, v_b, v_h, v_n, v_d, k_b, k_h, k_n, k_d, dq_b, dq_h, dq_m, dq_d,
+    heads, group, m, n, m_pad, n_pad, softmax_scale, factor, row_tiles,
+    CAUSAL: tl.constexpr, PER_ROW: tl.constexpr, DELTA_ONLY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BQ: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    bh = (pid // row_tiles).to(tl.int64)
+    tile = pid % row_tiles
+    if CAUSAL:
+        tile = row_tiles - 1 - tile
+    b = bh // heads
+    kv = bh // group
+    kv_head = kv % (heads // group)
+    rows = tile * BM + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    queries = tl.load(q_hat + bh * m_pad * DP + rows[:, None] * DP + d[None, :])
+    row_factor = tl.load(q_scale + bh * (m_pad // BQ) + rows // BQ)[:, None] * factor
+    valid = (rows < m)[:, None] & (d < D)[None, :]
+    at = do + b * do_b + (bh % heads) * do_h + rows.to(tl.int64)[:, None] * do_m + d.to(tl.int64)[None, :] * do_d
+    grads16 = tl.load(at, mask=valid, other=0.0)
+    row_lse2 = tl.load(lse2 + bh * m_pad + rows)
+    row_delta = row_lse2
+    if not DELTA_ONLY:
+        row_delta = tl.load(delta + bh * m_pad + rows)
+    k_hat += kv * n_pad * DP
+    if not DELTA_ONLY:
+        k_columns += kv * n_pad * DP
+    k_scale += kv * (n_pad // BN)
+    v += b * v_b + kv_head * v_h
+    mean = None
+    if q_mean is not None:
+        mean = tl.load(q_mean + (bh * (m_pad // BQ) + tile) * DP + d)
+        k += b * k_b + kv_head * k_h
+        if k_mean is not None:
+            k_mean += kv * D
+
+    dq_sum = tl.zeros((BM, DP), tl.float32)
+    row_sum = tl.zeros((BM,), tl.float32)
+    hi = n
+    full = n // BN * BN
+    if CAUSAL:
+        hi = tl.minimum(n, tl.maximum(0, (tile + 1) * BM + n - m))
+        full = tl.minimum(full, tl.maximum(0, tile * BM + 1 + n - m) // BN * BN)
+    dq_sum, row_sum = _key_tiles(
+        dq_sum, row_sum, queries, grads16, row_factor, row_lse2, row_delta, 0, full, rows,
+        k_hat, k_columns, k_scale, v, v_n, v_d, mean, k, k_mean, k_n, k_d, d, m, n, n_pad, factor,
+        CAUSAL, False, PER_ROW, DELTA_ONLY, D, DP, BN,
+    )  # fmt: skip
+    dq_sum, row_sum = _key_tiles(
+        dq_sum, row_sum, queries, grads16, row_factor, row_lse2, row_delta, full, hi, rows,
+        k_hat, k_columns, k_scale, v, v_n, v_d, mean, k, k_mean, k_n, k_d, d, m, n, n_pad, factor,
+        CAUSAL, True, PER_ROW, DELTA_ONLY, D, DP, BN,
+    )  # fmt: skip
+    if DELTA_ONLY:
+        tl.store(delta + bh * m_pad + rows, row_sum)
+    else:
+        at = dq + b * dq_b + (bh % heads) * dq_h + rows.to(tl.int64)[:, None] * dq_m + d.to(tl.int64)[None, :] * dq_d
+        tl.store(at, (dq_sum * softmax_scale).to(dq.dtype.element_ty), mask=valid)
+
+
+def backward(
+    q: Quantised, k: Quantised, do_quantised: Quantised, lse2: Tensor, delta: Tensor | None,
+    do: Tensor, v: Tensor, k_source: Tensor, k_mean: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    *, causal: bool, softmax_scale: float, config: QuantConfig,
+) -> None:  # fmt: skip
+    """Writes dq [B, H, M, D], dk and dv [B, K, N, D] (any strides).
+
+    q and k hold rows and columns, do_quantised holds columns. delta [B H, M'] fp32, or None: the matched delta is
+    computed first. do [B, H, M, D] and v [B, K, N, D] in 16 bit serve dP. k_source and k_mean: as in `forward`.
+    """
+    b, h, m, dim = do.shape
+    kv_heads, n = v.shape[1:3]
+    m_pad, dp = q.rows.shape[1:]
+    n_pad = k.rows.shape[1]
+    numbers = (h, h // kv_heads, m, n, m_pad, n_pad, softmax_scale, softmax_scale * tuning.LOG2E)
+    flags = {"CAUSAL": causal, "PER_ROW": config.granularity == "row", "D": dim, "DP": dp}
+    key, query = tuning.backward_kv(do.device, dp, config), tuning.backward_q(do.device, dp, config)
+
+    def query_kernel(delta: Tensor, delta_only: bool) -> None:
+        row_tiles = m_pad // query.rows
+        _backward_q[(b * h * row_tiles,)](
+            q.rows, q.scale, q.tile_mean, k.rows, k.columns, k.scale, lse2, delta, do, v, k_source, k_mean, dq,
+            *do.stride(), *v.stride(), *k_source.stride(), *dq.stride(), *numbers, row_tiles,
+            DELTA_ONLY=delta_only, BQ=config.block_q, BM=query.rows, BN=config.block_k, **flags,
+            num_warps=query.warps, num_stages=query.stages,
+        )  # fmt: skip
+
+    if delta is None:
+        delta = torch.empty_like(lse2)
+        query_kernel(delta, delta_only=True)
+    key_tiles = n_pad // key.rows
+    _backward_kv[(b * kv_heads * key_tiles,)](
+        q.rows, q.columns, q.scale, q.tile_mean, k.rows, k.scale, do_quantised.columns, do_quantised.scale,
+        lse2, delta, do, v, k_source, k_mean, dk, dv,
+        *do.stride(), *v.stride(), *k_source.stride(), *dk.stride(), *dv.stride(), *numbers, key_tiles,
+        BK=config.block_k, BM=config.block_q, BN=key.rows, **flags,
+        num_warps=key.warps, num_stages=key.stages,
+    )  # fmt: skip
+    query_kernel(delta, delta_only=False)

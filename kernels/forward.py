@@ -1,0 +1,142 @@
+"""Forward: INT8 S = Q K^T and O = P V with an online softmax, FP32 between and across tiles."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.attention.config import QuantConfig
+from sagebwd.kernels import tuning
+from sagebwd.kernels.common import LOG2_127, to_int8
+from sagebwd.kernels.quantise import Quantised
+
+
+@triton.jit
+def mean_logits(q_mean, k, k_mean, cols, d, n, k_n, k_d, factor, D: tl.constexpr):
+    """The query tile mean's product with unquantised smoothed keys, as base-2 logits: one for each of `cols`."""
+    valid = (cols < n)[:, None] & (d < D)[None, :]
+    at = k + cols.to(tl.int64)[:, None] * k_n + d.to(tl.int64)[None, :] * k_d
+    keys = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    if k_mean is not None:
+        keys -= tl.load(k_mean + d, mask=d < D, other=0.0)[None, :]
+    return tl.sum(tl.where(valid, keys, 0.0) * q_mean[None, :], 1) * factor
+
+
+@triton.jit
+def _key_tiles(
+    out, peak, total, q, row_factor, lo, hi,
+    k_hat, k_scale, v_columns, v_scale, q_mean, k, k_mean, k_n, k_d,
+    rows, d, m, n, n_pad, factor,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the key tiles of [lo, hi). `out` and `total` are kept 127 times too large: P^ = 127 P."""
+    for start in range(lo, hi, BN):
+        start = tl.multiple_of(start, BN)
+        cols = start + tl.arange(0, BN)
+        keys = tl.load(k_hat + cols[:, None] * DP + d[None, :])
+        s = tl.dot(q, tl.trans(keys), out_dtype=tl.int32).to(tl.float32)
+        s = s * (row_factor * tl.load(k_scale + start // BN))
+        if q_mean is not None:
+            s += mean_logits(q_mean, k, k_mean, cols, d, n, k_n, k_d, factor, D)[None, :]
+        if MASKED:
+            seen = (cols < n)[None, :]
+            if CAUSAL:
+                seen = seen & (cols[None, :] <= rows[:, None] + (n - m))
+            s = tl.where(seen, s, float("-inf"))
+        tile_peak = tl.max(s, 1)
+        new_peak = tl.maximum(peak, tile_peak)
+        base = tile_peak
+        new_base = new_peak
+        if MASKED:  # a row that sees nothing yet: exp2(-inf - 0) is the 0 that is wanted, exp2(-inf + inf) is not
+            base = tl.where(tile_peak == float("-inf"), 0.0, tile_peak)
+            new_base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        p = tl.math.exp2(s - (base - LOG2_127)[:, None])
+        weight = tl.math.exp2(tile_peak - new_base)
+        keep = tl.math.exp2(peak - new_base)
+        total = total * keep + tl.sum(p, 1) * weight
+        values = tl.load(v_columns + d[:, None] * n_pad + cols[None, :])
+        pv = tl.dot(to_int8(p), tl.trans(values), out_dtype=tl.int32).to(tl.float32)
+        out = out * keep[:, None] + pv * (weight * tl.load(v_scale + start // BN))[:, None]
+        peak = new_peak
+    return out, peak, total
+
+
+@triton.jit
+def _forward(
+    q_hat, q_scale, q_mean, k_hat, k_scale, v_columns, v_scale, k, k_mean, o, lse2,
+    k_b, k_h, k_n, k_d, o_b, o_h, o_m, o_d,
+    heads, group, m, n, m_pad, n_pad, factor, row_tiles,
+    CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    bh = (pid // row_tiles).to(tl.int64)
+    tile = pid % row_tiles
+    if CAUSAL:  # the longest rows first, so that the short ones fill the tail
+        tile = row_tiles - 1 - tile
+    b = bh // heads
+    kv = bh // group  # = b * kv_heads + kv_head: heads of a group lie side by side
+    rows = tile * BM + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    k_hat += kv * n_pad * DP
+    v_columns += kv * n_pad * DP
+    k_scale += kv * (n_pad // BN)
+    v_scale += kv * (n_pad // BN)
+    q = tl.load(q_hat + bh * m_pad * DP + rows[:, None] * DP + d[None, :])
+    row_factor = tl.load(q_scale + bh * (m_pad // BQ) + rows // BQ)[:, None] * factor
+    mean = None
+    if q_mean is not None:
+        mean = tl.load(q_mean + (bh * (m_pad // BQ) + tile) * DP + d)
+        k += b * k_b + (kv % (heads // group)) * k_h
+        if k_mean is not None:
+            k_mean += kv * D
+
+    out = tl.zeros((BM, DP), tl.float32)
+    peak = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    hi = n
+    full = n // BN * BN  # key tiles before it need no mask
+    if CAUSAL:
+        hi = tl.minimum(n, tl.maximum(0, (tile + 1) * BM + n - m))
+        full = tl.minimum(full, tl.maximum(0, tile * BM + 1 + n - m) // BN * BN)
+    out, peak, total = _key_tiles(
+        out, peak, total, q, row_factor, 0, full,
+        k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, factor,
+        CAUSAL, False, D, DP, BN,
+    )  # fmt: skip
+    out, peak, total = _key_tiles(
+        out, peak, total, q, row_factor, full, hi,
+        k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, factor,
+        CAUSAL, True, D, DP, BN,
+    )  # fmt: skip
+    blind = total == 0.0
+    out = out / tl.where(blind, 1.0, total)[:, None]
+    tl.store(lse2 + bh * m_pad + rows, tl.where(blind | (rows >= m), float("inf"), peak + tl.log2(total) - LOG2_127))
+    at = o + b * o_b + (bh % heads) * o_h + rows.to(tl.int64)[:, None] * o_m + d.to(tl.int64)[None, :] * o_d
+    tl.store(at, out.to(o.dtype.element_ty), mask=(rows < m)[:, None] & (d < D)[None, :])
+
+
+def forward(
+    q: Quantised, k: Quantised, v: Quantised, k_source: Tensor, k_mean: Tensor | None, o: Tensor,
+    *, causal: bool, softmax_scale: float, config: QuantConfig,
+) -> Tensor:  # fmt: skip
+    """Writes o [B, H, M, D] (any strides) and returns lse2 [B H, M'] fp32, as the reference's `Saved.lse2`.
+
+    q and k hold rows, v holds columns. k_source [B, K, N, D] and k_mean [B, K, 1, D] are read with Q-smoothing only.
+    """
+    b, h, m, dim = o.shape
+    kv_heads, n = k_source.shape[1:3]
+    m_pad, dp = q.rows.shape[1:]
+    n_pad = k.rows.shape[1]
+    tune = tuning.forward(o.device, dp, config)
+    lse2 = torch.empty((b * h, m_pad), dtype=torch.float32, device=o.device)
+    row_tiles = m_pad // tune.rows
+    _forward[(b * h * row_tiles,)](
+        q.rows, q.scale, q.tile_mean, k.rows, k.scale, v.columns, v.scale, k_source, k_mean, o, lse2,
+        *k_source.stride(), *o.stride(),
+        h, h // kv_heads, m, n, m_pad, n_pad, softmax_scale * tuning.LOG2E, row_tiles,
+        CAUSAL=causal, D=dim, DP=dp, BQ=config.block_q, BM=tune.rows, BN=config.block_k,
+        num_warps=tune.warps, num_stages=tune.stages,
+    )  # fmt: skip
+    return lse2

@@ -1,0 +1,116 @@
+"""Quantise: one pass over a [tokens, dim] operand that smooths it, scales it, and writes the INT8 layouts needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.kernels.common import TINY, padded_dim, padded_rows, to_int8
+
+
+class Quantised(NamedTuple):
+    """INT8 forms of x [B, H, L, D], padded with zeros to L' rows and D' columns."""
+
+    rows: Tensor | None  # [B H, L', D'] int8
+    columns: Tensor | None  # [B H, D', L'] int8, the transpose
+    scale: Tensor  # [B H, L' / block] fp32
+    tile_mean: Tensor | None  # [B H, L' / block, D'] fp32: what was subtracted from each tile
+
+
+@triton.jit
+def _quantise(
+    x, mean, other, rows_out, columns_out, scale_out, tile_mean_out, delta_out,
+    x_b, x_h, x_l, x_d, other_b, other_h, other_l, other_d,
+    heads, length, tiles,
+    MEAN: tl.constexpr, TILE_MEAN: tl.constexpr, DELTA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    bh = (pid // tiles).to(tl.int64)
+    tile = pid % tiles
+    l = tile * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DP)
+    valid = (l < length)[:, None] & (d < D)[None, :]
+    base = x + (bh // heads) * x_b + (bh % heads) * x_h
+    at = base + l.to(tl.int64)[:, None] * x_l + d.to(tl.int64)[None, :] * x_d
+    values = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    if DELTA:
+        base = other + (bh // heads) * other_b + (bh % heads) * other_h
+        at = base + l.to(tl.int64)[:, None] * other_l + d.to(tl.int64)[None, :] * other_d
+        delta = tl.sum(values * tl.load(at, mask=valid, other=0.0).to(tl.float32), 1)
+        tl.store(delta_out + bh * tiles * BLOCK + l, delta)
+    if MEAN:
+        values = tl.where(valid, values - tl.load(mean + bh * D + d, mask=d < D, other=0.0)[None, :], 0.0)
+    if TILE_MEAN:
+        filled = tl.minimum(length - tile * BLOCK, BLOCK)
+        tile_mean = tl.sum(values, 0) / tl.maximum(filled, 1).to(tl.float32)
+        tl.store(tile_mean_out + (bh * tiles + tile) * DP + d, tile_mean)
+        values = tl.where(valid, values - tile_mean[None, :], 0.0)
+    largest = tl.max(tl.max(tl.abs(values), 1), 0)
+    # max() passes over NaN: a tile that holds one gets a NaN scale, so that it reaches the output.
+    largest += tl.sum(tl.sum(tl.where(values == values, 0.0, values), 1), 0)
+    # The correctly rounded quotient: an operand's integers are those of the reference, bit for bit.
+    inverse = tl.where(largest < TINY, 0.0, tl.div_rn(127.0, tl.maximum(largest, TINY, tl.PropagateNan.ALL)))
+    q = to_int8(values * inverse)
+    tl.store(scale_out + bh * tiles + tile, tl.where(largest < TINY, 0.0, largest / 127.0))
+    if ROWS:
+        tl.store(rows_out + (bh * tiles * BLOCK + l)[:, None] * DP + d[None, :], q)
+    if COLUMNS:
+        tl.store(columns_out + (bh * DP + d)[:, None] * (tiles * BLOCK) + l[None, :], tl.trans(q))
+
+
+@triton.jit
+def _transpose(x, out, tiles, length, DP: tl.constexpr, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    bh = (pid // tiles).to(tl.int64)
+    l = (pid % tiles) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DP)
+    values = tl.load(x + (bh * length + l)[:, None] * DP + d[None, :])
+    tl.store(out + (bh * DP + d)[:, None] * length + l[None, :], tl.trans(values))
+
+
+def quantise(
+    x: Tensor, block: int, *, rows: bool, columns: bool,
+    mean: Tensor | None = None, tile_mean: bool = False, other: Tensor | None = None,
+) -> tuple[Quantised, Tensor | None]:  # fmt: skip
+    """INT8 forms of x [B, H, L, D] (any strides), one scale for each `block` rows of a head.
+
+    rows, columns: which layouts to write. mean [B, H, 1, D] fp32 is subtracted first (K-smoothing). tile_mean: each
+    tile's own mean is subtracted (Q-smoothing). other [B, H, L, D]: also returns rowsum(x * other), [B H, L'] fp32
+    (delta, with x = dO and other = O), before any smoothing.
+    """
+    b, h, length, dim = x.shape
+    lp, dp = padded_rows(length), padded_dim(dim)
+    tiles = lp // block
+
+    def new(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((b * h, *shape), dtype=dtype, device=x.device)
+
+    out = Quantised(
+        rows=new(lp, dp, dtype=torch.int8) if rows else None,
+        columns=new(dp, lp, dtype=torch.int8) if columns else None,
+        scale=new(tiles, dtype=torch.float32),
+        tile_mean=new(tiles, dp, dtype=torch.float32) if tile_mean else None,
+    )
+    delta = new(lp, dtype=torch.float32) if other is not None else None
+    _quantise[(b * h * tiles,)](
+        x, mean, other, out.rows, out.columns, out.scale, out.tile_mean, delta,
+        *x.stride(), *(other.stride() if other is not None else (0, 0, 0, 0)),
+        h, length, tiles,
+        MEAN=mean is not None, TILE_MEAN=tile_mean, DELTA=other is not None, ROWS=rows, COLUMNS=columns,
+        D=dim, DP=dp, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out, delta
+
+
+def transpose(x: Tensor) -> Tensor:
+    """[B H, L', D'] int8 to [B H, D', L']: INT8 matrix units take an operand contracted over tokens this way only."""
+    bh, length, dp = x.shape
+    out = torch.empty((bh, dp, length), dtype=x.dtype, device=x.device)
+    tiles = length // 64
+    _transpose[(bh * tiles,)](x, out, tiles, length, DP=dp, BLOCK=64, num_warps=4)
+    return out

@@ -1,0 +1,199 @@
+"""SageBwd in plain PyTorch: the one specification of the numerics. CPU backend, test oracle and documentation.
+
+Six of attention's seven matrix products run on INT8 operands, dP = dO V^T on the inputs' own dtype; every product
+accumulates in FP32. An INT8 product is computed here as an FP32 product of integers: exact, since |sum| < 2^24 for
+every block that QuantConfig admits.
+
+Shapes: B batch, K key/value heads, G query heads a key/value head (GQA), M queries, N keys, D head dim. A query tile
+has `block_q` rows, a key tile `block_k`; T and U count them. Lengths are padded with zeros to whole tiles: a padded key
+is masked, a padded query has dO = 0. Source: arXiv 2603.02170, and arXiv 2609.37852 for the matched delta.
+
+The base-2 logits are S = (Q^ K^T) (s_Q c s_K), c = softmax_scale log2(e), so that exp2 serves; lse is kept in base 2,
+as +inf where a query sees no key or is padding: exp2(S - lse2) is then 0 for each of its scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sagebwd.attention.config import QuantConfig
+
+LOG2E = math.log2(math.e)
+LOG2_127 = math.log2(127)
+TINY = 1e-30  # a tile whose largest magnitude is below this is taken as all zero, so that 127 / max stays finite
+
+
+class Saved(NamedTuple):
+    """What the forward keeps for the backward, in the reference's own layout."""
+
+    q_hat: Tensor  # [B, K, G, M', D] integers, M' = T block_q
+    q_scale: Tensor  # [B, K, G, T]
+    q_mean: Tensor | None  # [B, K, G, T, D] with smooth_q
+    k_hat: Tensor  # [B, K, N', D] integers, N' = U block_k
+    k_scale: Tensor  # [B, K, U]
+    k_smooth: Tensor | None  # [B, K, N', D] with smooth_q
+    lse2: Tensor  # [B, K, G, M'] base-2 log-sum-exp of a row of S; +inf where a query sees no key or is padding
+
+
+def quantise(x: Tensor, dims: tuple[int, ...] | int, *, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """x^ = round(x 127 / max|x|) to nearest even and the scale max|x| / 127, the maximum over `dims` (kept as size 1).
+
+    An all-zero block gives zeros and the scale 0. `exact` skips the rounding (x^ = x, scale 1): for tests of the
+    formulas alone.
+    """
+    if exact:
+        return x, torch.ones_like(x.amax(dims, keepdim=True))
+    largest = x.abs().amax(dims, keepdim=True)
+    largest = torch.where(largest < TINY, 0.0, largest)  # NaN compares false and stays
+    # torch.div, since `127.0 / x` is x.reciprocal() * 127.0, which rounds twice
+    inverse = torch.where(largest == 0, 0.0, torch.div(torch.full_like(largest, 127.0), largest))
+    return torch.round(x * inverse), largest / 127.0
+
+
+def _tiles(x: Tensor, block: int) -> Tensor:
+    """[..., L, D] -> [..., L / block, block, D]."""
+    return x.unflatten(-2, (-1, block))
+
+
+def _pad_rows(x: Tensor, block: int) -> Tensor:
+    """Zeros after the last row of [..., L, D], up to a whole number of blocks."""
+    return pad(x, (0, 0, 0, -x.shape[-2] % block))
+
+
+def _logits(saved: Saved, u: int, rows: slice, softmax_scale: float, causal: bool, m: int, n: int, c: QuantConfig):
+    """Base-2 logits [B, K, G, rows, block_k] of key tile u; -inf where a query does not see a key."""
+    cols = slice(u * c.block_k, (u + 1) * c.block_k)
+    factor = (saved.q_scale * (softmax_scale * LOG2E)).repeat_interleave(c.block_q, -1)[..., rows, None]
+    s = saved.q_hat[..., rows, :] @ saved.k_hat[:, :, None, cols].mT
+    s = s * (factor * saved.k_scale[:, :, None, u, None, None])
+    if saved.q_mean is not None:  # the mean's product with K, unquantised
+        bias = saved.q_mean @ saved.k_smooth[:, :, None, cols].mT  # [B, K, G, T, block_k]
+        s = s + bias.repeat_interleave(c.block_q, -2)[..., rows, :] * (softmax_scale * LOG2E)
+    row = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
+    col = torch.arange(cols.start, cols.stop, device=s.device)
+    hidden = col >= n
+    if causal:  # aligned bottom right: the last query sees every key
+        hidden = hidden | (col > row + (n - m))
+    return s.masked_fill(hidden, -math.inf)
+
+
+def _first_row(u: int, causal: bool, m: int, n: int, c: QuantConfig) -> int:
+    """First row of the first query tile that sees a key of tile u."""
+    return max(0, u * c.block_k - (n - m)) // c.block_q * c.block_q if causal else 0
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, config: QuantConfig, exact: bool = False
+) -> tuple[Tensor, Saved]:
+    """Attention's output, and what the backward needs.
+
+    q [B, H, M, D], k and v [B, K, N, D] with H = K G, any floating dtype; computed in FP32 (FP64 for FP64 inputs).
+    Returns o [B, H, M, D] in q's dtype; a query that sees no key gets zeros.
+    """
+    c, (m, n) = config, (q.shape[-2], k.shape[-2])
+    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k_work = k.to(work)
+    if c.smooth_k:
+        k_work = k_work - k_work.mean(-2, keepdim=True)
+    k_work = _pad_rows(k_work, c.block_k)
+    q_tiles = _tiles(_pad_rows(q.to(work).unflatten(1, (k.shape[1], -1)), c.block_q), c.block_q)
+    q_mean = None
+    if c.smooth_q:
+        filled = torch.full((q_tiles.shape[-3], 1, 1), c.block_q, dtype=work, device=q.device)
+        filled[-1] = m - (len(filled) - 1) * c.block_q
+        q_mean = q_tiles.sum(-2, keepdim=True) / filled
+        valid = torch.arange(q_tiles.shape[-3] * c.block_q, device=q.device) < m
+        q_tiles = (q_tiles - q_mean) * _tiles(valid[:, None], c.block_q)
+        q_mean = q_mean.squeeze(-2)
+    q_hat, q_scale = quantise(q_tiles, (-2, -1), exact=exact)
+    k_hat, k_scale = quantise(_tiles(k_work, c.block_k), (-2, -1), exact=exact)
+    v_hat, v_scale = quantise(_tiles(_pad_rows(v.to(work), c.block_k), c.block_k), (-2, -1), exact=exact)
+    saved = Saved(
+        q_hat.flatten(-3, -2), q_scale[..., 0, 0], q_mean, k_hat.flatten(-3, -2), k_scale[..., 0, 0],
+        k_work if c.smooth_q else None, torch.empty(0),
+    )  # fmt: skip
+
+    out = torch.zeros_like(saved.q_hat)
+    total = out.new_zeros(out.shape[:-1])  # l, of the unquantised P~
+    peak = torch.full_like(total, -math.inf)  # m
+    for u in range(k_hat.shape[-3]):
+        rows = slice(_first_row(u, causal, m, n, c), out.shape[-2])
+        s = _logits(saved, u, rows, softmax_scale, causal, m, n, c)
+        tile_peak = s.amax(-1)
+        new_peak = torch.maximum(peak[..., rows], tile_peak)
+        seen = tile_peak > -math.inf
+        # One scale a row a tile, s_P = exp(rowmax S - m') / 127: P~ / s_P is then 127 exp(S - rowmax S). `out` and
+        # `total` are kept 127 times too large until the end.
+        p = torch.exp2(s - (torch.where(seen, tile_peak, 0.0) - LOG2_127)[..., None])
+        p_hat = p if exact else torch.round(p)
+        keep = torch.where(peak[..., rows] > -math.inf, torch.exp2(peak[..., rows] - new_peak), 0.0)
+        weight = torch.where(seen, torch.exp2(tile_peak - new_peak), 0.0)
+        total[..., rows] = total[..., rows] * keep + p.sum(-1) * weight
+        pv = p_hat @ v_hat[:, :, None, u]
+        out[..., rows, :] = out[..., rows, :] * keep[..., None] + pv * (weight[..., None] * v_scale[:, :, None, u])
+        peak[..., rows] = new_peak
+    out = out / torch.where(total > 0, total, 1.0)[..., None]
+    out = torch.where(total.isnan()[..., None], torch.nan, out)
+    blind = (total == 0) | (torch.arange(out.shape[-2], device=out.device) >= m)
+    saved = saved._replace(lse2=torch.where(blind, math.inf, peak + torch.log2(total) - LOG2_127))
+    return out[..., :m, :].flatten(1, 2).to(q.dtype), saved
+
+
+def backward(
+    do: Tensor, v: Tensor, o: Tensor, saved: Saved,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, n: int, exact: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients (dq, dk, dv) in FP32 (FP64), [B, H, M, D] and [B, K, N, D], from dO [B, H, M, D], v, o and `saved`.
+
+    dP = dO V^T uses dO and V as they came, not their INT8 forms.
+    """
+    c, m, heads = config, do.shape[-2], v.shape[1]
+    work = saved.q_hat.dtype
+    do = _pad_rows(do.to(work).unflatten(1, (heads, -1)), c.block_q)
+    o = _pad_rows(o.to(work).unflatten(1, (heads, -1)), c.block_q)
+    v = _pad_rows(v.to(work), c.block_k)
+    do_hat, do_scale = quantise(_tiles(do, c.block_q), (-2, -1), exact=exact)  # [B, K, G, T, block_q, D], [..., 1, 1]
+    q_hat = _tiles(saved.q_hat, c.block_q)
+    tiles = v.shape[-2] // c.block_k
+
+    def p_and_dp(u: int) -> tuple[slice, Tensor, Tensor]:
+        rows = slice(_first_row(u, causal, m, n, c), do.shape[-2])
+        s = _logits(saved, u, rows, softmax_scale, causal, m, n, c)
+        p = torch.exp2(s - saved.lse2[..., rows, None])
+        return rows, p, do[..., rows, :] @ v[:, :, None, u * c.block_k : (u + 1) * c.block_k].mT
+
+    if c.delta == "stale":
+        delta = (do * o).sum(-1)
+    else:
+        delta = torch.zeros_like(saved.lse2)
+        for u in range(tiles):
+            rows, p, dp = p_and_dp(u)
+            delta[..., rows] += (p * dp).sum(-1)
+
+    # Dimensions of a [block_q, block_k] tile that share one scale, for P and dS transposed (dV, dK) and for dS (dQ).
+    transposed, plain = ((-2, -1), (-2, -1)) if c.granularity == "tile" else (-2, -1)
+    dq = torch.zeros_like(saved.q_hat)
+    dk = torch.zeros_like(saved.k_hat)
+    dv = torch.zeros_like(saved.k_hat)
+    for u in range(tiles):
+        rows, p, dp = p_and_dp(u)
+        ds = p * (dp - delta[..., rows, None])
+        t = slice(rows.start // c.block_q, None)
+        cols = slice(u * c.block_k, (u + 1) * c.block_k)
+        p_hat, p_scale = quantise(_tiles(p, c.block_q), transposed, exact=exact)  # [B, K, G, t, block_q, block_k]
+        dv[..., cols, :] = ((p_hat.mT @ do_hat[..., t, :, :]) * (p_scale.mT * do_scale[..., t, :, :])).sum((2, 3))
+        ds_tiles = _tiles(ds, c.block_q)
+        ds_hat, ds_scale = quantise(ds_tiles, transposed, exact=exact)
+        part = (ds_hat.mT @ q_hat[..., t, :, :]) * (ds_scale.mT * saved.q_scale[..., t, None, None])
+        if saved.q_mean is not None:  # Q = Q_smooth + mean: the mean's share takes the unquantised column sum of dS
+            part = part + ds_tiles.sum(-2)[..., None] * saved.q_mean[..., t, None, :]
+        dk[..., cols, :] = part.sum((2, 3)) * softmax_scale
+        ds_hat, ds_scale = quantise(ds_tiles, plain, exact=exact)
+        part = (ds_hat @ _tiles(saved.k_hat, c.block_k)[:, :, None, u, None]) * ds_scale
+        dq[..., rows, :] += part.flatten(-3, -2) * saved.k_scale[:, :, None, u, None, None]
+    return (dq[..., :m, :] * softmax_scale).flatten(1, 2), dk[..., :n, :], dv[..., :n, :]
