@@ -1,0 +1,84 @@
+"""From a recipe's token budget and a number of ranks to steps, accumulation and parallel sizes; and what cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sagebwd.errors import UserError
+from sagebwd.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the budget comes to.
+
+    steps: optimizer steps.
+    sequences_per_step: the global batch, in sequences of `data.context` tokens.
+    accumulation: micro-batches that each data-parallel rank adds up in a step.
+    warmup_steps: steps over which the learning rate rises; 0 for none.
+    tokens: steps * tokens_per_step, the budget without the part of a step that would be left over.
+    """
+
+    steps: int
+    sequences_per_step: int
+    accumulation: int
+    warmup_steps: int
+    tokens: int
+
+
+def data_parallel_size(recipe: Recipe, world_size: int) -> int:
+    """Ranks that see different samples: world_size / parallel.tensor. Raises UserError: a size that does not divide."""
+    tensor, model = recipe.parallel.tensor, recipe.model
+    if world_size % tensor:
+        raise UserError(
+            f"parallel.tensor is {tensor}, but {world_size} rank(s) are no multiple of it: "
+            f"start a multiple of {tensor} ranks (--nproc), or lower parallel.tensor"
+        )
+    for key, value in (("model.heads", model.heads), ("model.kv_heads", model.num_kv_heads), ("model.ffn", model.ffn)):
+        if value % tensor:
+            fit = [size for size in range(1, tensor) if not value % size]
+            raise UserError(
+                f"parallel.tensor is {tensor}, but {key} is {value}, no multiple of it: set parallel.tensor to "
+                f"{fit[-1]}, or {key} to {_nearest(value, tensor)}"
+            )
+    return world_size // tensor
+
+
+def plan(recipe: Recipe, dp_size: int) -> Plan:
+    """Steps and gradient accumulation on `dp_size` data-parallel ranks.
+
+    Raises UserError: tokens_per_step is no multiple of micro_batch * context * dp_size (the nearest that are, named);
+    a budget below one step; a warm-up as long as the run.
+    """
+    train, context = recipe.train, recipe.data.context
+    unit = train.micro_batch * context * dp_size
+    if train.tokens_per_step % unit:
+        raise UserError(
+            f"train.tokens_per_step is {train.tokens_per_step}, no multiple of train.micro_batch * data.context * "
+            f"data-parallel ranks = {train.micro_batch} * {context} * {dp_size} = {unit}: set it to "
+            f"{_nearest(train.tokens_per_step, unit)}"
+        )
+    steps = train.total_tokens // train.tokens_per_step
+    if steps == 0:
+        raise UserError(
+            f"train.total_tokens is {train.total_tokens}, less than one step of {train.tokens_per_step} tokens: "
+            "raise it, or lower train.tokens_per_step"
+        )
+    warmup_steps = -(-recipe.optimizer.warmup_tokens // train.tokens_per_step)
+    if warmup_steps >= steps:
+        raise UserError(
+            f"optimizer.warmup_tokens is {recipe.optimizer.warmup_tokens}, {warmup_steps} of {steps} steps, so the "
+            f"learning rate would never fall: set it below {(steps - 1) * train.tokens_per_step + 1}"
+        )
+    return Plan(
+        steps=steps,
+        sequences_per_step=train.tokens_per_step // context,
+        accumulation=train.tokens_per_step // unit,
+        warmup_steps=warmup_steps,
+        tokens=steps * train.tokens_per_step,
+    )
+
+
+def _nearest(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
