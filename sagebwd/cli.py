@@ -1,0 +1,198 @@
+"""The command line: `sagebwd recipe | prepare | train | compare`.
+
+It starts quickly: torch, Megatron and matplotlib are imported where a command uses them, never for --help,
+--print-config or a mistake in a recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from sagebwd.errors import UserError
+from sagebwd.training import budget, recipe_file, run_folder
+from sagebwd.training.recipe_file import Experiment
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **settings: object) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """One line, as for every other mistake."""
+        self.exit(2, f"error: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0; 1 when an arm's process failed; 2 for a mistake of the user's."""
+    parser = _build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse gives up positionals after the first option; overrides may stand anywhere.
+    for text in rest:
+        if text.startswith("-") or not hasattr(arguments, "overrides"):
+            parser.error(f"unknown argument {text!r}")
+        arguments.overrides.append(text)
+    _log_to_stdout()
+    try:
+        return arguments.command(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command resumes from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+class _LinesAboveTheBar(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stdout)
+
+
+def _log_to_stdout() -> None:
+    """The package's own lines from INFO on, of one rank; other packages' only from WARNING on."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_LinesAboveTheBar()])
+    logging.getLogger("sagebwd").setLevel(logging.INFO if _first_rank() else logging.WARNING)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="sagebwd", description=sys.modules["sagebwd"].__doc__)
+    commands = parser.add_subparsers(required=True, metavar="recipe | prepare | train | compare", parser_class=_Parser)
+
+    recipe = _command(commands, "recipe", _recipe, "prepare the data, train every unfinished arm, compare the arms")
+    recipe.add_argument("--arms", metavar="A,B", type=_names, help="only these arms")
+    recipe.add_argument("--nproc", metavar="N", type=_positive, default=1, help="processes (GPUs) an arm trains on [1]")
+    _add_runs(recipe)
+    _add_data(recipe)
+    _add_print_config(recipe)
+
+    prepare = _command(commands, "prepare", _prepare, "train the tokenizer and encode the corpus, unless that is done")
+    _add_data(prepare)
+
+    train = _command(commands, "train", _train, "train one arm; under torchrun, one process of it")
+    train.add_argument("--arm", required=True, help="the arm's name")
+    _add_runs(train)
+    _add_data(train)
+    _add_print_config(train)
+
+    compare = commands.add_parser("compare", help="compare the runs in a folder: a table, a picture, a report")
+    compare.add_argument("folder", type=Path, metavar="DIR", help="the folder of a recipe's runs, such as runs/small")
+    compare.set_defaults(command=_compare)
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, function: object, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the recipe, such as recipes/small.yaml")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="a key of the recipe, such as model.layers=8"
+    )
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", metavar="DIR", type=Path, default=Path("runs"), help="where runs lie [runs]")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data", metavar="DIR", type=Path, default=Path("data"), help="where prepared data lies [data]"
+    )
+
+
+def _add_print_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--print-config", action="store_true", help="print the resolved recipe of every arm, and stop")
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("name at least one arm")
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _recipe(arguments: argparse.Namespace) -> int:
+    experiment = recipe_file.load_experiment(arguments.file, arguments.overrides)
+    if arguments.arms is not None:
+        experiment = experiment.select(arguments.arms)
+    if arguments.print_config:
+        return _print_config(experiment, arguments.nproc)
+
+    from sagebwd import runner
+
+    settings = runner.Settings(arguments.overrides, arguments.nproc, arguments.runs, arguments.data)
+    return runner.run(experiment, settings)
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    experiment = recipe_file.load_experiment(arguments.file, arguments.overrides)
+
+    from sagebwd import tokenizer
+
+    prepared = tokenizer.prepare(next(iter(experiment.arms.values())).data, arguments.data)
+    print(
+        f"{prepared.folder}: {prepared.train_tokens:,} training and {prepared.validation_tokens:,} validation tokens, "
+        f"{prepared.bytes_per_token:.2f} bytes a token, unigram entropy {prepared.unigram_entropy:.3f} nats a token"
+    )
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    experiment = recipe_file.load_experiment(arguments.file, arguments.overrides).select([arguments.arm])
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.print_config:
+        return _print_config(experiment, ranks)
+    recipe = experiment.arms[arguments.arm]
+    budget.plan(recipe, budget.data_parallel_size(recipe, ranks))
+    folder = arguments.runs / experiment.name / arguments.arm
+    if _first_rank():
+        run_folder.claim(folder, recipe)
+
+    # Megatron warns that it does without Transformer Engine and Apex, as is meant here, and of a default of its own.
+    warnings.filterwarnings("ignore", ".*(Transformer Engine|Apex|full scope).*", UserWarning, r"megatron\.")
+    from sagebwd import tokenizer
+    from sagebwd.training import train
+
+    train.run(recipe, arguments.arm, folder, tokenizer.prepare(recipe.data, arguments.data))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from sagebwd import compare
+
+    compare.compare(arguments.folder)
+    return 0
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _print_config(experiment: Experiment, ranks: int) -> int:
+    for number, (arm, recipe) in enumerate(experiment.arms.items()):
+        plan = budget.plan(recipe, budget.data_parallel_size(recipe, ranks))
+        print("---" if number else "", end="\n" if number else "")
+        print(
+            f"# arm {arm}: {plan.steps} steps of {plan.sequences_per_step} sequences on {ranks} rank(s), "
+            f"{plan.accumulation} micro-batch(es) a rank and step, {plan.warmup_steps} steps of warm-up"
+        )
+        print(recipe_file.dump(recipe), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Reads a recipe's runs: each arm's recipe, what it wrote about itself, and its TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sagebwd.errors import UserError
+from sagebwd.training import recipe_file, run_folder
+from sagebwd.training.recipe import Recipe
+
+TRAIN, VALIDATION = "train/loss", "validation/loss"
+TOKENS_PER_SECOND = "perf/tokens_per_second"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One scalar over ascending optimizer steps. steps: int64 [n]; values: float64 [n], NaN and Inf as logged."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+EMPTY = Series(np.empty(0, np.int64), np.empty(0))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm's run. meta: what its meta.json says, {} before the first checkpoint. series: by TensorBoard tag."""
+
+    name: str
+    recipe: Recipe
+    meta: dict[str, Any]
+    series: dict[str, Series]
+
+    def get(self, tag: str) -> Series:
+        """The series of a tag; an empty one if nothing was logged under it."""
+        return self.series.get(tag, EMPTY)
+
+
+def load(folder: Path) -> list[Run]:
+    """Every run in `folder`, in the recipe's order of arms.
+
+    Raises UserError: no folder, no runs in it, an unreadable file, runs that did not see the same samples.
+    """
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}: give the folder of a recipe's runs, such as runs/small")
+    order = experiment(folder).get("arms", [])
+    names = [path.name for path in sorted(folder.iterdir()) if (path / run_folder.CONFIG).is_file()]
+    names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
+    runs = [_load(folder / name) for name in names]
+    runs = [run for run in runs if len(run.get(VALIDATION).steps)]
+    if not runs:
+        raise UserError(f"{folder} holds no run with a validation loss: run `sagebwd recipe` first")
+    for other in runs[1:]:
+        _refuse_different_samples(folder, runs[0], other)
+    return runs
+
+
+def experiment(folder: Path) -> dict[str, Any]:
+    """What the recipe command recorded: command, recipe, arms. {} for runs that were started one by one."""
+    path = folder / run_folder.EXPERIMENT
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): remove it") from None
+
+
+def read_events(folder: Path) -> dict[str, Series]:
+    """All scalars of a folder's event files, by tag. Of a step logged twice (a resumed run) the later one stands."""
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of each restart that purges points, by design
+    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0}).Reload()
+    series = {}
+    for tag in events.Tags()[SCALARS]:
+        points = {event.step: event.value for event in events.Scalars(tag)}
+        steps = sorted(points)
+        series[tag] = Series(np.array(steps, np.int64), np.array([points[step] for step in steps], np.float64))
+    return series
+
+
+def _load(folder: Path) -> Run:
+    recipe = recipe_file.load_config(folder / run_folder.CONFIG)
+    return Run(folder.name, recipe, run_folder.meta(folder), read_events(folder))
+
+
+def _refuse_different_samples(folder: Path, one: Run, other: Run) -> None:
+    def facts(run: Run) -> dict[str, object]:
+        return {
+            "seed": run.recipe.seed,
+            "train.tokens_per_step": run.recipe.train.tokens_per_step,
+            "data.context": run.recipe.data.context,
+            "evaluation.tokens": run.recipe.evaluation.tokens,
+            "the prepared data's digest": run.meta.get("data_digest"),
+        }
+
+    for (what, left), right in zip(facts(one).items(), facts(other).values(), strict=True):
+        if left != right and None not in (left, right):
+            raise UserError(
+                f"{folder}: {one.name} and {other.name} cannot be compared, since {what} differs ({left} and {right}): "
+                "move one of the two away, or run both from one recipe"
+            )

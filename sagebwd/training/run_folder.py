@@ -1,0 +1,58 @@
+"""The folder of one arm's run: runs/<recipe>/<arm>/ with event files, config.yaml, meta.json, checkpoints/, log.txt."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sagebwd.errors import UserError
+from sagebwd.training import recipe_file
+from sagebwd.training.recipe import Recipe
+
+CONFIG, META, LOG, EVENTS = "config.yaml", "meta.json", "log.txt", "events.out.tfevents.*"
+EXPERIMENT = "experiment.json"  # beside the arms' folders: what the recipe command recorded
+FINISHED = ("done", "diverged")
+
+
+def check(folder: Path, recipe: Recipe) -> None:
+    """Refuse, with a UserError, a folder that holds another recipe's run, or event files of unknown origin."""
+    if not (folder / CONFIG).exists():
+        if any(folder.glob(EVENTS)):
+            raise UserError(f"{folder} holds event files but no {CONFIG}: move it away, or give another --runs folder")
+        return
+    for key, (there, here) in recipe_file.differences(recipe_file.load_config(folder / CONFIG), recipe).items():
+        raise UserError(
+            f"{folder} holds a run with {key} = {there!r}, and this one has {here!r}: give the run another name "
+            "(name=...), another --runs folder, or remove that one"
+        )
+
+
+def claim(folder: Path, recipe: Recipe) -> None:
+    """Make the folder this recipe's: `check` it, and write its config.yaml unless it is there."""
+    check(folder, recipe)
+    if not (folder / CONFIG).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{CONFIG}.{os.getpid()}"
+        beside.write_text(recipe_file.dump(recipe), encoding="utf-8")
+        beside.replace(folder / CONFIG)
+
+
+def meta(folder: Path) -> dict[str, Any]:
+    """What the run wrote about itself in meta.json; {} before its first checkpoint. UserError: not readable."""
+    path = folder / META
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): remove it and run the recipe again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no JSON object: remove it and run the recipe again")
+    return found
+
+
+def finished(folder: Path) -> bool:
+    """Whether nothing is left to do there: the budget is spent, or the run diverged."""
+    return meta(folder).get("status") in FINISHED

@@ -1,0 +1,61 @@
+"""The token budget: steps and accumulation, and sizes that do not divide."""
+
+import pytest
+
+from sagebwd.errors import UserError
+from sagebwd.training.budget import Plan, data_parallel_size, plan
+from sagebwd.training.recipe import Recipe
+
+
+def recipe(**sections: dict) -> Recipe:
+    return Recipe(name="r", **sections)
+
+
+def test_plan() -> None:
+    budget = recipe(
+        data={"context": 100},
+        train={"tokens_per_step": 2400, "total_tokens": 25_000, "micro_batch": 2},
+        optimizer={"warmup_tokens": 2401},
+    )
+    assert plan(budget, 3) == Plan(steps=10, sequences_per_step=24, accumulation=4, warmup_steps=2, tokens=24_000)
+    assert plan(budget, 12).accumulation == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "dp_size", "named"),
+    [(2500, 3, "2400 or 3000"), (2399, 1, "2200 or 2400"), (100, 1, "set it to 200"), (2400, 5, "2000 or 3000")],
+)
+def test_the_nearest_tokens_per_step_are_named_and_do_divide(tokens_per_step: int, dp_size: int, named: str) -> None:
+    train = {"tokens_per_step": tokens_per_step, "total_tokens": 100_000, "micro_batch": 2}
+    with pytest.raises(UserError, match=rf"train.tokens_per_step is {tokens_per_step}, .*{named}$"):
+        plan(recipe(data={"context": 100}, train=train), dp_size)
+    for size in [int(word) for word in named.split() if word.isdecimal()]:
+        assert plan(recipe(data={"context": 100}, train=train | {"tokens_per_step": size}), dp_size).steps > 0
+
+
+def test_a_budget_below_one_step_and_a_warm_up_without_an_end() -> None:
+    with pytest.raises(UserError, match="less than one step of 8192 tokens"):
+        plan(recipe(train={"total_tokens": 8191}), 1)
+    train = {"tokens_per_step": 8192, "total_tokens": 81_920}
+    with pytest.raises(UserError, match=r"10 of 10 steps.*set it below 73729") as error:
+        plan(recipe(train=train, optimizer={"warmup_tokens": 73_729}), 1)
+    assert "\n" not in str(error.value)
+    assert plan(recipe(train=train, optimizer={"warmup_tokens": 73_728}), 1).warmup_steps == 9
+
+
+@pytest.mark.parametrize(
+    ("tensor", "model", "world", "complaint"),
+    [
+        (3, {}, 3, "parallel.tensor is 3, but model.heads is 4, .* set parallel.tensor to 2, or model.heads to 3 or 6"),
+        (4, {"kv_heads": 2}, 4, "model.kv_heads is 2, .* set parallel.tensor to 2"),
+        (4, {"ffn": 770}, 4, "model.ffn is 770"),
+        (2, {}, 3, r"3 rank\(s\) are no multiple of it: start a multiple of 2"),
+    ],
+)
+def test_tensor_parallel_sizes_that_do_not_divide(tensor: int, model: dict, world: int, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        data_parallel_size(recipe(model=model, parallel={"tensor": tensor}), world)
+
+
+def test_data_parallel_size() -> None:
+    assert data_parallel_size(recipe(parallel={"tensor": 2}), 8) == 4
