@@ -1,0 +1,121 @@
+"""A Llama-style Megatron GPT from a recipe, the same for both attentions, without Transformer Engine or Apex."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import silu
+
+from sagebwd.errors import UserError
+from sagebwd.megatron.spec import block_spec
+from sagebwd.training.recipe import Recipe
+
+VOCAB_MULTIPLE = 128
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """The tokenizer's vocabulary rounded up to a multiple of 128, whatever the tensor-parallel size.
+
+    So TP sizes start from the same weights and read each other's shapes; a TP size that does not divide it is refused.
+    """
+    padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if padded % tensor:
+        raise UserError(
+            f"parallel.tensor {tensor} does not divide the padded vocabulary of {padded}: "
+            f"choose a size that divides {VOCAB_MULTIPLE}"
+        )
+    return padded
+
+
+class PaddedVocabGPT(GPTModel):
+    """GPTModel whose padded vocabulary entries are never predicted, and so never change the loss."""
+
+    def __init__(self, *, true_vocab_size: int, vocab_size: int, **megatron: Any) -> None:
+        super().__init__(vocab_size=vocab_size, **megatron)
+        local = vocab_size // self.config.tensor_model_parallel_size
+        self.valid_logits = min(max(true_vocab_size - self.pg_collection.tp.rank() * local, 0), local)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Cross-entropy [batch, tokens] in FP32 of logits [tokens, batch, padded vocabulary / TP]."""
+        return super().compute_language_model_loss(labels, self.mask_padding(logits))
+
+    def mask_padding(self, logits: Tensor) -> Tensor:
+        """-inf in place of the padding's logits, in place.
+
+        Autograd need not see it: the loss's gradient for a logit of -inf is its probability, 0, so that nothing flows
+        back from the padding either way, and a recorded fill would cost a copy of the largest tensor of the step.
+        """
+        with torch.no_grad():
+            logits[..., self.valid_logits :].fill_(-math.inf)
+        return logits
+
+
+def transformer_config(recipe: Recipe, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of a recipe's model, weights in `dtype` (torch.float32 or torch.bfloat16)."""
+    model = recipe.model
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn,
+        num_attention_heads=model.heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        qk_layernorm=model.qk_norm,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_std,  # the projections back into the residual stream: divided by sqrt(2 layers)
+        tensor_model_parallel_size=recipe.parallel.tensor,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        # Megatron then sums the loss and divides the gradients by the tokens of the global batch: the mean over tokens
+        # whatever the data-parallel size
+        calculate_per_token_loss=True,
+        # Draws the whole weight on every rank and slices it: TP sizes start from the same weights, CPU and GPU too
+        use_cpu_initialization=True,
+        # Each of these needs Apex or Transformer Engine, or compiles at run time
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def build_model(recipe: Recipe, vocab_size: int, dtype: torch.dtype) -> PaddedVocabGPT:
+    """The recipe's model on the CPU, this tensor-parallel rank's part of it.
+
+    vocab_size: the tokenizer's, before padding. Its weights depend on torch's CPU generator alone: seed it first.
+    forward(tokens, position_ids, attention_mask=None, labels=labels), each [batch, context] int64, returns the loss of
+    every token, [batch, context] FP32.
+    """
+    return PaddedVocabGPT(
+        true_vocab_size=vocab_size,
+        vocab_size=padded_vocab_size(vocab_size, recipe.parallel.tensor),
+        config=transformer_config(recipe, dtype),
+        transformer_layer_spec=block_spec(recipe.model, recipe.attention),
+        max_sequence_length=recipe.data.context,
+        share_embeddings_and_output_weights=recipe.model.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=recipe.model.rope_base,
+    )
+
+
+def parameter_counts(recipe: Recipe, vocab_size: int) -> dict[str, int]:
+    """Parameters of the whole model, whatever the TP size: in all, and without the (padded) embeddings."""
+    m = recipe.model
+    layer = m.hidden * m.dim * (2 * m.heads + 2 * m.num_kv_heads) + 3 * m.hidden * m.ffn + 2 * m.hidden
+    inner = m.layers * (layer + (2 * m.dim if m.qk_norm else 0)) + m.hidden
+    embedding = padded_vocab_size(vocab_size, 1) * m.hidden * (1 if m.tied_embeddings else 2)
+    return {"total": inner + embedding, "non_embedding": inner}

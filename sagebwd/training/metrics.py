@@ -1,0 +1,138 @@
+"""What a run tells the world: TensorBoard scalars, a progress bar or sparse lines, and meta.json. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from sagebwd.training.budget import Plan
+from sagebwd.training.run_folder import META
+
+LINES = 20  # log lines of a run, where there is no terminal for a bar
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. loss: nats per token, mean over the global batch before the update. seconds: wall time."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    seconds: float
+
+
+class Recorder(AbstractContextManager):
+    """Writes events into the arm's folder and shows progress on standard error's terminal, or as lines."""
+
+    def __init__(self, folder: Path, plan: Plan, *, start_step: int, device: torch.device) -> None:
+        """start_step: the step of the checkpoint that the run goes on from, 0 for a fresh one.
+
+        Points that an earlier process wrote after that checkpoint are purged, so that none overlap.
+        """
+        self.plan, self.device = plan, device
+        self.tokens_per_step = plan.tokens // plan.steps
+        self.writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)
+        self.bar = tqdm(
+            total=plan.steps,
+            initial=start_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self.validation_loss = float("nan")
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.close()
+        self.writer.close()
+
+    def say(self, text: str) -> None:
+        """A line for a person, above the progress bar if there is one."""
+        if self.bar.disable:
+            print(text, flush=True)
+        else:
+            self.bar.write(text)
+
+    def train(self, result: StepResult) -> None:
+        speed = self.tokens_per_step / result.seconds
+        for tag, value in (
+            ("train/loss", result.loss),
+            ("train/learning_rate", result.learning_rate),
+            ("train/grad_norm", result.grad_norm),
+            ("train/consumed_tokens", result.step * self.tokens_per_step),
+            ("perf/tokens_per_second", speed),
+            ("perf/step_time", result.seconds),
+            ("perf/memory_gib", self._memory_gib()),
+        ):
+            self.writer.add_scalar(tag, value, result.step)
+        self.bar.set_postfix_str(f"loss {result.loss:.4f}, {speed:,.0f} tokens/s", refresh=False)
+        self.bar.update()
+        every = max(1, self.plan.steps // LINES)
+        if self.bar.disable and (result.step % every == 0 or result.step in (1, self.plan.steps)):
+            self.say(
+                f"step {result.step}/{self.plan.steps}: loss {result.loss:.4f}, lr {result.learning_rate:.2e}, "
+                f"gradient norm {result.grad_norm:.3f}, {speed:,.0f} tokens/s"
+            )
+
+    def validation(self, step: int, loss: float) -> None:
+        self.writer.add_scalar("validation/loss", loss, step)
+        self.say(f"step {step}/{self.plan.steps}: validation loss {loss:.4f}")
+
+    def flush(self) -> None:
+        """All points so far on disk: called before a checkpoint, so that a resumed run has every point up to it."""
+        self.writer.flush()
+
+    def _memory_gib(self) -> float:
+        """Peak memory of this process so far: allocated on its GPU, or resident where there is none."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Where and with what a run runs, for meta.json and the report."""
+    return {
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "triton", "megatron-core", "numpy", "sagebwd")},
+        "commit": _commit(),
+    }
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """meta.json, replaced whole: a reader never sees half of it."""
+    beside = folder / f".{META}.{os.getpid()}"
+    beside.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    beside.replace(folder / META)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str | None:
+    """The commit of the working tree that this code lies in, "-dirty" if changed since; None outside one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return None
+    return answer.stdout.strip() or None

@@ -1,0 +1,53 @@
+"""Megatron's AdamW and its cosine schedule, from a recipe."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from sagebwd.errors import UserError
+from sagebwd.training import recipe
+
+
+def build_optimizer(
+    settings: recipe.Optimizer, model: DistributedDataParallel, dtype: torch.dtype, *, steps: int, warmup_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """AdamW with FP32 master weights, and its schedule.
+
+    1-D parameters (the norms' gains) have no weight decay: Megatron's default. The schedule counts steps, and is
+    stepped before the optimizer: the learning rate reaches `lr` at step `warmup_steps` and `min_lr` at step `steps`,
+    and the first step's is not 0. UserError: min_lr above lr.
+    """
+    if settings.min_lr > settings.lr:
+        raise UserError(f"optimizer.min_lr {settings.min_lr} is above optimizer.lr {settings.lr}: lower it")
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip,  # the norm is computed in any case; 0 never scales
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        # Its checkpoints do not load without Apex or Transformer Engine (megatron-core 0.16.1, 0.19.2)
+        use_distributed_optimizer=False,
+    )
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=steps,
+        lr_decay_style="cosine",
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )
+    return optimizer, schedule

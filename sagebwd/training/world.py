@@ -1,0 +1,94 @@
+"""The processes of a run: torch.distributed, Megatron's parallel state and the device, on CPU and GPU alike."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import distributed
+
+from sagebwd.megatron import cpu_compat
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place. Ranks of one tensor-parallel group are neighbours (Megatron's order)."""
+
+    rank: int
+    size: int
+    tensor_rank: int
+    tensor_size: int
+    data_rank: int
+    data_size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes logs, events and the manifest."""
+        return self.rank == 0
+
+
+def size() -> int:
+    """Ranks of this run: torchrun's, or one. Known before anything is initialised."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextlib.contextmanager
+def join(tensor: int, seed: int) -> Iterator[World]:
+    """Join the run's processes (torchrun's, or a world of one without it) and leave them all at the end.
+
+    NCCL and the GPU of LOCAL_RANK where CUDA is available, gloo and the CPU elsewhere. Every random state is seeded:
+    the same seed on every rank for what is replicated (weights), another for each TP rank's model-parallel stream.
+    `tensor` divides the number of ranks (budget.data_parallel_size has refused anything else).
+    """
+    if tensor > 1:
+        # one hardware queue: a TP all-reduce issued before a weight-gradient product then also starts before it
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    with cpu_compat.active(), _process_group(device):
+        try:
+            # gloo groups beside NCCL's serve optimizers and checkpoints that are not used here
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=tensor, create_gloo_process_groups=False
+            )
+            if distributed.get_rank():
+                logging.getLogger("sagebwd").setLevel(logging.WARNING)  # every rank would say the same
+            torch.manual_seed(seed)
+            model_parallel_cuda_manual_seed(seed)
+            torch.manual_seed(seed)  # on a CPU the line above moves the one generator there is
+            yield World(
+                rank=distributed.get_rank(),
+                size=distributed.get_world_size(),
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                tensor_size=tensor,
+                data_rank=parallel_state.get_data_parallel_rank(),
+                data_size=parallel_state.get_data_parallel_world_size(),
+                device=device,
+            )
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def _process_group(device: torch.device) -> Iterator[None]:
+    """torch.distributed's default group, unless the caller has made one: torchrun's store serves one only."""
+    if distributed.is_initialized():
+        yield
+        return
+    options = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+    if "RANK" not in os.environ:
+        options |= {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
+    distributed.init_process_group(**options)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()

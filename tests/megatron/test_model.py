@@ -1,0 +1,94 @@
+"""The model: its shapes, its padded vocabulary, and that the arms differ in attention alone."""
+
+import pytest
+import torch
+
+from sagebwd.errors import UserError
+from sagebwd.megatron.model import PaddedVocabGPT, build_model, padded_vocab_size, parameter_counts
+from sagebwd.training.recipe import Attention, Data, Model, Recipe
+from sagebwd.training.world import World
+from tests.training.runs import on_cpu
+
+pytestmark = on_cpu
+VOCAB = 200  # padded to 256
+CONTEXT = 24
+
+
+def recipe(kind: str = "fpa", **model: object) -> Recipe:
+    shape = {"layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2} | model
+    data = Data(context=CONTEXT, vocab_size=VOCAB)
+    return Recipe(name="test", model=Model(**shape), attention=Attention(kind=kind), data=data)
+
+
+def build(*arguments: object, vocab_size: int = VOCAB, **model: object) -> PaddedVocabGPT:
+    torch.manual_seed(0)
+    return build_model(recipe(*arguments, **model), vocab_size, torch.float32)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, VOCAB, (2, CONTEXT))
+    return tokens, torch.arange(CONTEXT).expand(2, -1), tokens.roll(-1, 1)
+
+
+def loss_of(model: PaddedVocabGPT) -> torch.Tensor:
+    tokens, positions, labels = batch()
+    return model(tokens, positions, None, labels=labels)
+
+
+@pytest.mark.parametrize("kind", ["fpa", "sagebwd"])
+def test_padding_is_never_predicted_and_changes_nothing(alone: World, kind: str) -> None:
+    model = build(kind)
+    tokens, positions, labels = batch()
+    loss = model(tokens, positions, None, labels=labels)
+    loss.mean().backward()
+    embedding = model.embedding.word_embeddings.weight
+    assert torch.equal(embedding.grad[VOCAB:], torch.zeros(256 - VOCAB, 32))
+    with torch.no_grad():
+        logits = model(tokens, positions, None)[..., :VOCAB]  # without labels Megatron returns the logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        torch.testing.assert_close(loss.flatten(), expected)
+        embedding[VOCAB:] = 100.0  # what the padding holds cannot matter
+        assert torch.equal(model(tokens, positions, None, labels=labels), loss)
+
+
+def test_a_vocabulary_that_needs_no_padding(alone: World) -> None:
+    assert loss_of(build(vocab_size=256)).isfinite().all()
+
+
+def test_the_padding_does_not_depend_on_the_tensor_parallel_size() -> None:
+    assert {padded_vocab_size(VOCAB, tensor) for tensor in (1, 2, 4, 8)} == {256}
+    assert padded_vocab_size(256, 1) == 256
+    with pytest.raises(UserError, match=r"parallel.tensor 3 .* 256"):
+        padded_vocab_size(VOCAB, 3)
+
+
+def test_the_arms_start_from_the_same_weights(alone: World) -> None:
+    fpa, sagebwd = build("fpa").state_dict(), build("sagebwd").state_dict()
+    assert fpa.keys() == sagebwd.keys()
+    assert all(torch.equal(fpa[name], sagebwd[name]) for name in fpa if fpa[name] is not None)
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_switches_and_the_count_of_parameters(alone: World, qk_norm: bool, tied: bool) -> None:
+    model = build("fpa", qk_norm=qk_norm, tied_embeddings=tied, head_dim=16)
+    parameters = dict(model.named_parameters())
+    assert any("q_layernorm" in name for name in parameters) == qk_norm
+    assert ("output_layer.weight" in parameters) == (not tied)
+    assert not any(name.endswith("bias") for name in parameters)
+    counts = parameter_counts(recipe(qk_norm=qk_norm, tied_embeddings=tied, head_dim=16), VOCAB)
+    assert counts["total"] == sum(p.numel() for p in parameters.values())
+    embeddings = sum(p.numel() for name, p in parameters.items() if "embedding" in name or "output" in name)
+    assert counts["non_embedding"] == counts["total"] - embeddings
+    assert loss_of(model).mean().item() == pytest.approx(torch.log(torch.tensor(float(VOCAB))).item(), abs=0.1)
+
+
+def test_the_future_is_not_seen(alone: World) -> None:
+    model = build("fpa")
+    tokens, positions, _ = batch()
+    with torch.no_grad():
+        before = model(tokens, positions, None)
+        tokens[:, 10:] = 7
+        after = model(tokens, positions, None)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10:], after[:, 10:])
