@@ -40,11 +40,12 @@ else
   echo "setup: no NVIDIA GPU is here: torch comes in its CPU build"
   # A plain `torch` from PyPI is the CUDA build. A version ending in +cpu exists as the CPU build alone, so no index
   # can hand out another; without dependencies, which PyPI serves below.
-  version=$(sed -n 's/^torch==//p' constraints.txt)
+  version=$(sed -n 's/^torch==//p' constraints.txt)  # torch is pinned here even when CONSTRAINTS= lifts the rest
   "$venv/bin/python" -c "import torch, sys; sys.exit(torch.__version__ != '$version+cpu')" 2>/dev/null ||
     pip install --quiet --no-deps --retries 1 --index-url "$torch_index" "torch==$version+cpu" ||
     die "the CPU build of torch $version did not come from $torch_index: name a mirror with TORCH_INDEX="
-  pin+=(--constraint <(echo "torch==$version+cpu"))
+  echo "torch==$version+cpu" >"$venv/cpu-constraint.txt"  # keeps pip from reaching for another build below
+  pin+=(--constraint "$venv/cpu-constraint.txt")
 fi
 pip install --quiet "${pin[@]}" --editable ".[dev]"
 pip install --quiet --no-deps --require-hashes --requirement requirements-corpus.txt
