@@ -73,14 +73,15 @@ def draw(path: Path, runs: list[Run], results: list[Result], reference: Run | No
 
 
 def _losses(axis: Axes, arms: list[_Arm], window: int) -> None:
-    labels = []
+    labels, lowest = [], []
     for arm in arms:
         validation, train = arm.run.get(VALIDATION), smooth(arm.run.get(TRAIN), window)
+        lowest += [arm.result.best, np.nanmin(train.values, initial=np.inf)]
         _thin(axis, arm, train)
         _dotted(axis, arm, validation)
         labels.append(_label(arm, validation, f"{arm.result.final:.3f}"))
     start = max(arm.result.start for arm in arms)
-    low = min(arm.result.best for arm in arms)
+    low = min(lowest)
     axis.set_ylim(low - 0.07 * (start - low), start + 0.04 * (start - low))
     entropy = next((arm.run.meta["unigram_entropy"] for arm in arms if "unigram_entropy" in arm.run.meta), None)
     if entropy is not None and low < entropy < start:
