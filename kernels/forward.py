@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
-from sagebwd.kernels.common import LOG2_127, to_int8
+from sagebwd.kernels.common import LOG2_127, SLOT, document, key_range, to_int8, visible
 from sagebwd.kernels.quantise import Quantised
 
 
@@ -20,7 +20,7 @@ def mean_logits(q_mean, k, k_mean, cols, d, n, k_n, k_d, factor, D: tl.constexpr
     at = k + cols.to(tl.int64)[:, None] * k_n + d.to(tl.int64)[None, :] * k_d
     keys = tl.load(at, mask=valid, other=0.0).to(tl.float32)
     if k_mean is not None:
-        keys -= tl.load(k_mean + d, mask=d < D, other=0.0)[None, :]
+        keys -= tl.load(k_mean + d)[None, :]
     return tl.sum(tl.where(valid, keys, 0.0) * q_mean[None, :], 1) * factor
 
 
@@ -28,7 +28,7 @@ def mean_logits(q_mean, k, k_mean, cols, d, n, k_n, k_d, factor, D: tl.constexpr
 def _key_tiles(
     out, peak, total, q, row_factor, lo, hi,
     k_hat, k_scale, v_columns, v_scale, q_mean, k, k_mean, k_n, k_d,
-    rows, d, m, n, n_pad, factor,
+    rows, d, m, n, n_pad, window, factor,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles of [lo, hi). `out` and `total` are kept 127 times too large: P^ = 127 P."""
@@ -37,15 +37,20 @@ def _key_tiles(
         cols = start + tl.arange(0, BN)
         keys = tl.load(k_hat + cols[:, None] * DP + d[None, :])
         s = tl.dot(q, tl.trans(keys), out_dtype=tl.int32).to(tl.float32)
-        s = s * (row_factor * tl.load(k_scale + start // BN))
+        tile_factor = row_factor * tl.load(k_scale + start // BN)
+        # Scaling keeps the order of scores: without a mask or a bias the maximum comes first, and the multiplication
+        # goes into the exponent's fused one. (A masked -inf times the scale 0 of an all-zero tile would be NaN.)
+        SCALE_LATE: tl.constexpr = q_mean is None and not MASKED
+        if not SCALE_LATE:
+            s = s * tile_factor
         if q_mean is not None:
             s += mean_logits(q_mean, k, k_mean, cols, d, n, k_n, k_d, factor, D)[None, :]
         if MASKED:
-            seen = (cols < n)[None, :]
-            if CAUSAL:
-                seen = seen & (cols[None, :] <= rows[:, None] + (n - m))
-            s = tl.where(seen, s, float("-inf"))
+            s = tl.where(visible(rows[:, None], cols[None, :], m, n, window, CAUSAL), s, float("-inf"))
         tile_peak = tl.max(s, 1)
+        if SCALE_LATE:
+            tile_peak *= tl.reshape(tile_factor, tile_peak.shape)
+            s = s * tile_factor
         new_peak = tl.maximum(peak, tile_peak)
         base = tile_peak
         new_base = new_peak
@@ -63,11 +68,11 @@ def _key_tiles(
     return out, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "group", "m", "n", "window", "row_tiles"])
 def _forward(
-    q_hat, q_scale, q_mean, k_hat, k_scale, v_columns, v_scale, k, k_mean, o, lse2,
+    q_hat, q_scale, q_mean, k_hat, k_scale, v_columns, v_scale, k, k_mean, o, lse2, documents,
     k_b, k_h, k_n, k_d, o_b, o_h, o_m, o_d,
-    heads, group, m, n, m_pad, n_pad, factor, row_tiles,
+    heads, group, m, n, m_pad, n_pad, window, factor, row_tiles,
     CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -77,53 +82,79 @@ def _forward(
         tile = row_tiles - 1 - tile
     b = bh // heads
     kv = bh // group  # = b * kv_heads + kv_head: heads of a group lie side by side
-    rows = tile * BM + tl.arange(0, BM)
-    d = tl.arange(0, DP)
+    q_hat += bh * m_pad * DP
+    q_scale += bh * (m_pad // BQ)
+    lse2 += bh * m_pad
+    o += b * o_b + (bh % heads) * o_h
     k_hat += kv * n_pad * DP
     v_columns += kv * n_pad * DP
     k_scale += kv * (n_pad // BN)
     v_scale += kv * (n_pad // BN)
-    q = tl.load(q_hat + bh * m_pad * DP + rows[:, None] * DP + d[None, :])
-    row_factor = tl.load(q_scale + bh * (m_pad // BQ) + rows // BQ)[:, None] * factor
+    if q_mean is not None:
+        q_mean += bh * (m_pad // BQ) * DP
+        k += b * k_b + (kv % (heads // group)) * k_h
+    mean_row = kv
+    if documents is not None:
+        q_first, m, q_row, k_first, n, k_row = document(documents, tile * BM)
+        tile -= q_row // BM
+        n = tl.where(tile * BM < m, n, 0)  # a tile of padding sees nothing
+        q_hat += q_row * DP
+        q_scale += q_row // BQ
+        lse2 += q_row
+        o += q_first * o_m
+        k_hat += k_row * DP
+        v_columns += k_row
+        k_scale += k_row // BN
+        v_scale += k_row // BN
+        mean_row = kv * (n_pad // SLOT) + k_row // SLOT
+        if q_mean is not None:
+            q_mean += q_row // BQ * DP
+            k += k_first * k_n
+    rows = tile * BM + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    q = tl.load(q_hat + rows[:, None] * DP + d[None, :])
+    row_factor = tl.load(q_scale + rows // BQ)[:, None] * factor
     mean = None
     if q_mean is not None:
-        mean = tl.load(q_mean + (bh * (m_pad // BQ) + tile) * DP + d)
-        k += b * k_b + (kv % (heads // group)) * k_h
+        mean = tl.load(q_mean + tile * DP + d)
         if k_mean is not None:
-            k_mean += kv * D
+            k_mean += mean_row * DP
 
     out = tl.zeros((BM, DP), tl.float32)
     peak = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    hi = n
-    full = n // BN * BN  # key tiles before it need no mask
-    if CAUSAL:
-        hi = tl.minimum(n, tl.maximum(0, (tile + 1) * BM + n - m))
-        full = tl.minimum(full, tl.maximum(0, tile * BM + 1 + n - m) // BN * BN)
+    lo, inner, full, hi = key_range(tile, m, n, window, CAUSAL, BM, BN)
+    if window is not None:
+        out, peak, total = _key_tiles(
+            out, peak, total, q, row_factor, lo, inner,
+            k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, window, factor,
+            CAUSAL, True, D, DP, BN,
+        )  # fmt: skip
     out, peak, total = _key_tiles(
-        out, peak, total, q, row_factor, 0, full,
-        k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, factor,
+        out, peak, total, q, row_factor, inner, full,
+        k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, window, factor,
         CAUSAL, False, D, DP, BN,
     )  # fmt: skip
     out, peak, total = _key_tiles(
         out, peak, total, q, row_factor, full, hi,
-        k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, factor,
+        k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, window, factor,
         CAUSAL, True, D, DP, BN,
     )  # fmt: skip
     blind = total == 0.0
     out = out / tl.where(blind, 1.0, total)[:, None]
-    tl.store(lse2 + bh * m_pad + rows, tl.where(blind | (rows >= m), float("inf"), peak + tl.log2(total) - LOG2_127))
-    at = o + b * o_b + (bh % heads) * o_h + rows.to(tl.int64)[:, None] * o_m + d.to(tl.int64)[None, :] * o_d
+    tl.store(lse2 + rows, tl.where(blind | (rows >= m), float("inf"), peak + tl.log2(total) - LOG2_127))
+    at = o + rows.to(tl.int64)[:, None] * o_m + d.to(tl.int64)[None, :] * o_d
     tl.store(at, out.to(o.dtype.element_ty), mask=(rows < m)[:, None] & (d < D)[None, :])
 
 
 def forward(
     q: Quantised, k: Quantised, v: Quantised, k_source: Tensor, k_mean: Tensor | None, o: Tensor,
-    *, causal: bool, softmax_scale: float, config: QuantConfig,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None, documents: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Writes o [B, H, M, D] (any strides) and returns lse2 [B H, M'] fp32, as the reference's `Saved.lse2`.
 
-    q and k hold rows, v holds columns. k_source [B, K, N, D] and k_mean [B, K, 1, D] are read with Q-smoothing only.
+    q and k hold rows, v holds columns. k_source [B, K, N, D] and k_mean (of `mean.key_mean`) are read with Q-smoothing
+    only. documents: the queries' table of packing.Tables.
     """
     b, h, m, dim = o.shape
     kv_heads, n = k_source.shape[1:3]
@@ -133,9 +164,9 @@ def forward(
     lse2 = torch.empty((b * h, m_pad), dtype=torch.float32, device=o.device)
     row_tiles = m_pad // tune.rows
     _forward[(b * h * row_tiles,)](
-        q.rows, q.scale, q.tile_mean, k.rows, k.scale, v.columns, v.scale, k_source, k_mean, o, lse2,
+        q.rows, q.scale, q.tile_mean, k.rows, k.scale, v.columns, v.scale, k_source, k_mean, o, lse2, documents,
         *k_source.stride(), *o.stride(),
-        h, h // kv_heads, m, n, m_pad, n_pad, softmax_scale * tuning.LOG2E, row_tiles,
+        h, h // kv_heads, m, n, m_pad, n_pad, window, softmax_scale * tuning.LOG2E, row_tiles,
         CAUSAL=causal, D=dim, DP=dp, BQ=config.block_q, BM=tune.rows, BN=config.block_k,
         num_warps=tune.warps, num_stages=tune.stages,
     )  # fmt: skip

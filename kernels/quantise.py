@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.kernels.common import TINY, padded_dim, padded_rows, to_int8
+from sagebwd.kernels.common import SLOT, TINY, document, padded_dim, padded_rows, to_int8
+from sagebwd.kernels.packing import ROW_PADDING
 
 
 class Quantised(NamedTuple):
-    """INT8 forms of x [B, H, L, D], padded with zeros to L' rows and D' columns."""
+    """INT8 forms of x [B, H, L, D], padded with zeros to L' rows and D' columns. Packed documents have whole slots of
+    rows each, and L' is all of them."""
 
     rows: Tensor | None  # [B H, L', D'] int8
     columns: Tensor | None  # [B H, D', L'] int8, the transpose
@@ -21,32 +23,42 @@ class Quantised(NamedTuple):
     tile_mean: Tensor | None  # [B H, L' / block, D'] fp32: what was subtracted from each tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "tiles"])
 def _quantise(
-    x, mean, other, rows_out, columns_out, scale_out, tile_mean_out, delta_out,
+    x, mean, other, rows_out, columns_out, scale_out, tile_mean_out, delta_out, documents,
     x_b, x_h, x_l, x_d, other_b, other_h, other_l, other_d,
     heads, length, tiles,
-    MEAN: tl.constexpr, TILE_MEAN: tl.constexpr, DELTA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE_MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     bh = (pid // tiles).to(tl.int64)
     tile = pid % tiles
-    l = tile * BLOCK + tl.arange(0, BLOCK)
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
+    l = rows
     d = tl.arange(0, DP)
+    x += (bh // heads) * x_b + (bh % heads) * x_h
+    if other is not None:
+        other += (bh // heads) * other_b + (bh % heads) * other_h
+    mean_row = bh
+    if documents is not None:
+        first, length, row, _, _, _ = document(documents, tile * BLOCK)
+        l = rows - row
+        x += first * x_l
+        if other is not None:
+            other += first * other_l
+        mean_row = bh * (tiles * BLOCK // SLOT) + row // SLOT
     valid = (l < length)[:, None] & (d < D)[None, :]
-    base = x + (bh // heads) * x_b + (bh % heads) * x_h
-    at = base + l.to(tl.int64)[:, None] * x_l + d.to(tl.int64)[None, :] * x_d
+    at = x + l.to(tl.int64)[:, None] * x_l + d.to(tl.int64)[None, :] * x_d
     values = tl.load(at, mask=valid, other=0.0).to(tl.float32)
-    if DELTA:
-        base = other + (bh // heads) * other_b + (bh % heads) * other_h
-        at = base + l.to(tl.int64)[:, None] * other_l + d.to(tl.int64)[None, :] * other_d
+    if other is not None:
+        at = other + l.to(tl.int64)[:, None] * other_l + d.to(tl.int64)[None, :] * other_d
         delta = tl.sum(values * tl.load(at, mask=valid, other=0.0).to(tl.float32), 1)
-        tl.store(delta_out + bh * tiles * BLOCK + l, delta)
-    if MEAN:
-        values = tl.where(valid, values - tl.load(mean + bh * D + d, mask=d < D, other=0.0)[None, :], 0.0)
+        tl.store(delta_out + bh * tiles * BLOCK + rows, delta)
+    if mean is not None:
+        values = tl.where(valid, values - tl.load(mean + mean_row * DP + d)[None, :], 0.0)
     if TILE_MEAN:
-        filled = tl.minimum(length - tile * BLOCK, BLOCK)
+        filled = tl.sum((l < length).to(tl.int32), 0)
         tile_mean = tl.sum(values, 0) / tl.maximum(filled, 1).to(tl.float32)
         tl.store(tile_mean_out + (bh * tiles + tile) * DP + d, tile_mean)
         values = tl.where(valid, values - tile_mean[None, :], 0.0)
@@ -56,14 +68,14 @@ def _quantise(
     # The correctly rounded quotient: an operand's integers are those of the reference, bit for bit.
     inverse = tl.where(largest < TINY, 0.0, tl.div_rn(127.0, tl.maximum(largest, TINY, tl.PropagateNan.ALL)))
     q = to_int8(values * inverse)
-    tl.store(scale_out + bh * tiles + tile, tl.where(largest < TINY, 0.0, largest / 127.0))
+    tl.store(scale_out + bh * tiles + tile, tl.where(largest < TINY, 0.0, tl.div_rn(largest, 127.0)))
     if ROWS:
-        tl.store(rows_out + (bh * tiles * BLOCK + l)[:, None] * DP + d[None, :], q)
+        tl.store(rows_out + (bh * tiles * BLOCK + rows)[:, None] * DP + d[None, :], q)
     if COLUMNS:
-        tl.store(columns_out + (bh * DP + d)[:, None] * (tiles * BLOCK) + l[None, :], tl.trans(q))
+        tl.store(columns_out + (bh * DP + d)[:, None] * (tiles * BLOCK) + rows[None, :], tl.trans(q))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _transpose(x, out, tiles, length, DP: tl.constexpr, BLOCK: tl.constexpr):
     pid = tl.program_id(0)
     bh = (pid // tiles).to(tl.int64)
@@ -75,17 +87,23 @@ def _transpose(x, out, tiles, length, DP: tl.constexpr, BLOCK: tl.constexpr):
 
 def quantise(
     x: Tensor, block: int, *, rows: bool, columns: bool,
-    mean: Tensor | None = None, tile_mean: bool = False, other: Tensor | None = None,
+    mean: Tensor | None = None, tile_mean: bool = False, other: Tensor | None = None, documents: Tensor | None = None,
 ) -> tuple[Quantised, Tensor | None]:  # fmt: skip
     """INT8 forms of x [B, H, L, D] (any strides), one scale for each `block` rows of a head.
 
-    rows, columns: which layouts to write. mean [B, H, 1, D] fp32 is subtracted first (K-smoothing). tile_mean: each
+    rows, columns: which layouts to write. mean, of `mean.key_mean`, is subtracted first (K-smoothing). tile_mean: each
     tile's own mean is subtracted (Q-smoothing). other [B, H, L, D]: also returns rowsum(x * other), [B H, L'] fp32
-    (delta, with x = dO and other = O), before any smoothing.
+    (delta, with x = dO and other = O), before any smoothing. documents: a table of packing.Tables.
+    Raises ValueError where a head's workspace passes 2^31 elements: kernels address within a head in 32 bits.
     """
     b, h, length, dim = x.shape
-    lp, dp = padded_rows(length), padded_dim(dim)
+    lp = padded_rows(length) if documents is None else documents.shape[0] * ROW_PADDING
+    dp = padded_dim(dim)
     tiles = lp // block
+    if lp * dp >= 2**31:
+        raise ValueError(
+            f"{length} tokens of head dim {dim} are too many for one call: use at most {2**31 // dp} (padded)"
+        )
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((b * h, *shape), dtype=dtype, device=x.device)
@@ -98,11 +116,11 @@ def quantise(
     )
     delta = new(lp, dtype=torch.float32) if other is not None else None
     _quantise[(b * h * tiles,)](
-        x, mean, other, out.rows, out.columns, out.scale, out.tile_mean, delta,
+        x, mean, other, out.rows, out.columns, out.scale, out.tile_mean, delta, documents,
         *x.stride(), *(other.stride() if other is not None else (0, 0, 0, 0)),
         h, length, tiles,
-        MEAN=mean is not None, TILE_MEAN=tile_mean, DELTA=other is not None, ROWS=rows, COLUMNS=columns,
-        D=dim, DP=dp, BLOCK=block, num_warps=4,
+        TILE_MEAN=tile_mean, ROWS=rows, COLUMNS=columns, D=dim, DP=dp, BLOCK=block, num_warps=4,
+        enable_fp_fusion=False,  # a product fused with the addition that rounds it would break ties otherwise
     )  # fmt: skip
     return out, delta
 

@@ -23,6 +23,8 @@ class QuantConfig:
         backward uses (Delta-Matching, arXiv 2609.37852), so that rows of dS sum to zero.
     smooth_k: subtract from K its mean over all tokens, per batch entry and head. Softmax does not see it.
     smooth_q: subtract from each query tile its mean, and add the mean's product with K back to S in high precision.
+    project: subtract from the rounded dS the multiple of the rounded P that makes each query's row sum to zero, in dQ
+        and in dK (GProj, arXiv 2609.34272; `reference.backward` derives the INT8 form). Slow: for study.
     """
 
     block_q: int = 64
@@ -31,6 +33,7 @@ class QuantConfig:
     delta: DeltaRule = "stale"
     smooth_k: bool = True
     smooth_q: bool = False
+    project: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
@@ -39,7 +42,7 @@ class QuantConfig:
         for name, kind in (("granularity", Granularity), ("delta", DeltaRule)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"QuantConfig.{name} is {getattr(self, name)!r}: choose one of {get_args(kind)}")
-        for name in ("smooth_k", "smooth_q"):
+        for name in ("smooth_k", "smooth_q", "project"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"QuantConfig.{name} is {getattr(self, name)!r}: choose true or false")
 

@@ -1,21 +1,17 @@
-"""`sage_attention`: checks its arguments, picks the backend, and ties forward and backward together for autograd."""
+"""`sage_attention` and `sage_attention_packed`: what users call. They bring the arguments into the operators' form."""
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sagebwd.attention import reference
+from sagebwd.attention.checks import backend_for
 from sagebwd.attention.config import QuantConfig
+from sagebwd.attention.op import settings
 
-log = logging.getLogger("sagebwd")
-MAX_DIM = 256
 Layout = Literal["bhnd", "nbhd"]
 
 
@@ -28,122 +24,111 @@ def sage_attention(
     softmax_scale: float | None = None,
     config: QuantConfig = QuantConfig(),  # noqa: B008 (frozen)
     layout: Layout = "bhnd",
+    window: int | None = None,
 ) -> Tensor:
-    """INT8 attention with an INT8 backward (SageBwd, arXiv 2603.02170). Differentiable in q, k and v.
+    """INT8 attention with an INT8 backward (SageBwd, arXiv 2603.02170). Differentiable in q, k and v, once.
 
     q: [batch, heads, tokens, dim], or Megatron's [tokens, batch, heads, dim] with layout="nbhd". Any strides; no copy
-        is made. bf16 or fp16 on a GPU; fp32 as well on a CPU.
+        is made. bf16 or fp16 on a GPU; fp32 as well on a CPU. Under autocast all three are cast to autocast's dtype, as
+        torch's SDPA does.
     k, v: the same with their own number of tokens, and with heads / g heads for GQA (not expanded).
     causal: a query sees the keys up to its own position, aligned bottom right: the last query sees every key.
     softmax_scale: factor of Q K^T; None: 1 / sqrt(dim).
     config: the numerics. The backward's rules (granularity, delta) are those given here.
-    Returns o with q's shape and dtype. A query that sees no key gets zeros.
+    window: how many keys to the left of its own position a query sees besides its own (FlashAttention's
+        window_size[0]); causal only. None: all.
+    Returns o with q's shape, dtype and memory order; the gradients of k and v have those of k and v. A query that sees
+    no key gets zeros; so does every query where there are no keys.
     Raises ValueError for what is not supported, naming the remedy.
     """
-    if layout not in ("bhnd", "nbhd"):
+    if layout != "bhnd" and layout != "nbhd":
         raise ValueError(f"layout is {layout!r}: choose 'bhnd' [batch, heads, tokens, dim] or 'nbhd'")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name} has {x.dim()} dimensions: sage_attention takes 4, in the order of layout={layout!r}"
-            )
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(
+            f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: give each 4, in the order of "
+            f"layout={layout!r} (packed documents go to sage_attention_packed)"
+        )
+    scale = _check(q, causal, softmax_scale, window)
+    q, k, v = _autocast(q, k, v)
     if layout == "nbhd":
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    _check(q, k, v)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"softmax_scale is {softmax_scale}: it must be finite and above 0")
-    backend = _backend(q)
-    _announce(backend, q.device.type, q.dtype, q.shape[-1], config)
-    o = _SageAttention.apply(q, k, v, causal, scale, config, backend)
+        q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+    o = torch.ops.sagebwd.attention_forward.default(q, k, v, causal, scale, window, _settings(q, config))[0]
     return o.permute(2, 0, 1, 3) if layout == "nbhd" else o
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} as [batch, heads, tokens, dim]"
-    if k.shape != v.shape:
-        raise ValueError(f"k and v differ in shape ({shapes}): they must be alike")
-    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k differ in batch or dim ({shapes}): they must be alike")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} key/value heads ({shapes})")
-    if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"a dimension is empty ({shapes}): skip the call for an empty batch")
-    if q.shape[-1] % 8 or q.shape[-1] > MAX_DIM:
-        raise ValueError(f"head dim {q.shape[-1]} is not supported: use a multiple of 8 up to {MAX_DIM}")
-    if len({q.device, k.device, v.device}) > 1:
-        raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}: move them to one device")
-    if len({q.dtype, k.dtype, v.dtype}) > 1:
-        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one dtype")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"dtype {q.dtype} is not supported: cast q, k and v to bfloat16 or float16")
+def sage_attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    softmax_scale: float | None = None,
+    config: QuantConfig = QuantConfig(),  # noqa: B008 (frozen)
+    window: int | None = None,
+) -> Tensor:
+    """`sage_attention` on documents that lie one after another (Megatron's "thd"): none sees another.
+
+    q: [tokens, heads, dim]; k, v: [their tokens, kv_heads, dim]. Any strides.
+    cu_seqlens_q, cu_seqlens_k: [documents + 1] int32 on q's device: where each document begins and where the last one
+        ends. Tokens past it belong to none: they get zeros. On a GPU the contents are not checked, since reading them
+        would wait for it.
+    max_seqlen_q, max_seqlen_k: the tokens of the longest document, or more.
+    Everything that is by token or by tile (the mask, the window, the mean of the keys, quantisation blocks) is by
+    document. Returns o [tokens, heads, dim]; the rest is as in `sage_attention`.
+    """
+    if not q.dim() == k.dim() == v.dim() == 3:
+        raise ValueError(
+            f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: give each 3, [tokens, heads, dim]"
+        )
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not isinstance(length, int) or length < 0:
+            raise ValueError(f"{name} is {length!r}: give the tokens of the longest document, an int")
+    scale = _check(q, causal, softmax_scale, window)
+    q, k, v = (x.transpose(0, 1)[None] for x in _autocast(q, k, v))
+    o = torch.ops.sagebwd.attention_forward_packed.default(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, _settings(q, config)
+    )[0]
+    return o[0].transpose(0, 1)
 
 
-def _backend(q: Tensor) -> str:
-    """CUDA -> Triton; CPU -> the reference, or Triton's interpreter where TRITON_INTERPRET=1 asks for it."""
-    if q.is_cuda:
-        if q.dtype == torch.float32:
-            raise ValueError("float32 is not supported on a GPU (dP is a 16-bit product): cast to bfloat16 or float16")
-        capability = _capability(q.device.index)
-        if capability < (8, 0):
-            raise ValueError(
-                f"GPU {torch.cuda.get_device_name(q.device)} has compute capability {capability[0]}.{capability[1]}: "
-                "the kernels need 8.0 or newer; use layout-compatible torch SDPA there"
-            )
-        return "triton"
-    if q.device.type != "cpu":
-        raise ValueError(f"device {q.device} is not supported: move q, k and v to a CUDA GPU or to the CPU")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        if q.dtype == torch.bfloat16:
-            raise ValueError("Triton's interpreter multiplies bfloat16 wrongly: use float16 or float32 there")
-        return "triton-interpreter"
-    return "reference"
+def _check(q: Tensor, causal: bool, softmax_scale: float | None, window: int | None) -> float:
+    """What the operators cannot say as well; returns the scale. What they check themselves is in `checks`."""
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError("sage_attention does not support torch.func (vmap, grad, jvp): use torch.autograd, or batches")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal is of {type(causal)}: give True or False; other masks are not supported")
+    if window is not None:
+        if not isinstance(window, int) or isinstance(window, bool) or window < 0:
+            raise ValueError(f"window is {window!r}: give how many keys to the left a query sees, an int of 0 or more")
+        if not causal:
+            raise ValueError(f"window={window} with causal=False is not supported: pass causal=True or window=None")
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if not (0 < scale < math.inf):
+        raise ValueError(f"softmax_scale is {softmax_scale}: it must be finite and above 0")
+    return scale
 
 
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, q, k and v in its dtype; float64 stays, as in torch's own casts."""
+    kind = q.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):  # others have no autocast, or no backend
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
 
-@cache
-def _announce(backend: str, device: str, dtype: torch.dtype, dim: int, config: QuantConfig) -> None:
-    """Once for each kind of call: which backend runs."""
-    log.info("SageBwd runs on %s: %s backend, %s, head dim %d (%s)", device, backend, dtype, dim, config.summary())
+_texts: dict[tuple[str, QuantConfig], str] = {}
 
 
-class _SageAttention(torch.autograd.Function):
-    """Works on [B, H, N, D] views; gradients come back in the same."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, causal, scale, config, backend):
-        ctx.args = {"causal": causal, "softmax_scale": scale, "config": config}
-        ctx.backend = backend
-        if backend == "reference":
-            o, saved = reference.forward(q, k, v, **ctx.args)
-            ctx.save_for_backward(v, o, *saved)
-        else:
-            from sagebwd.attention import triton_backend  # importing Triton takes seconds, and a CPU run needs none
-
-            with _on(q):
-                o, saved = triton_backend.forward(q, k, v, **ctx.args)
-            ctx.save_for_backward(*saved)
-        return o
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do):
-        if ctx.backend == "reference":
-            v, o, *saved = ctx.saved_tensors
-            grads = reference.backward(do, v, o, reference.Saved(*saved), n=v.shape[-2], **ctx.args)
-            grads = tuple(g.to(do.dtype) for g in grads)
-        else:
-            from sagebwd.attention import triton_backend
-
-            with _on(do):
-                grads = triton_backend.backward(do, ctx.saved_tensors, **ctx.args)
-        return (*grads, None, None, None, None)
-
-
-def _on(x: Tensor):
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device_of(x)
+def _settings(q: Tensor, config: QuantConfig) -> str:
+    backend = backend_for(q)
+    if torch.compiler.is_compiling():  # a trace keeps no cache of ours
+        return settings(backend, config)
+    text = _texts.get((backend, config))
+    if text is None:
+        text = _texts[backend, config] = settings(backend, config)
+    return text

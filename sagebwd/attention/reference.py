@@ -15,6 +15,7 @@ as +inf where a query sees no key or is padding: exp2(S - lse2) is then 0 for ea
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sagebwd.attention.config import QuantConfig
+from sagebwd.kernels.packing import Packed
 
 LOG2E = math.log2(math.e)
 LOG2_127 = math.log2(127)
@@ -65,7 +67,34 @@ def _pad_rows(x: Tensor, block: int) -> Tensor:
     return pad(x, (0, 0, 0, -x.shape[-2] % block))
 
 
-def _logits(saved: Saved, u: int, rows: slice, softmax_scale: float, causal: bool, m: int, n: int, c: QuantConfig):
+class _Mask(NamedTuple):
+    """Which of n keys each of m queries sees."""
+
+    causal: bool
+    window: int | None
+    m: int
+    n: int
+
+    def hidden(self, rows: Tensor, cols: Tensor) -> Tensor:
+        hidden = cols >= self.n
+        if self.causal:  # aligned bottom right: the last query sees every key
+            hidden = hidden | (cols > rows + (self.n - self.m))
+        if self.window is not None:
+            hidden = hidden | (cols < rows + (self.n - self.m) - self.window)
+        return hidden
+
+    def rows(self, u: int, c: QuantConfig) -> slice:
+        """Whole query tiles: from the first to the last row that sees a key of tile u."""
+        first, last = 0, self.m
+        if self.causal:
+            first = max(0, u * c.block_k - (self.n - self.m))
+        if self.window is not None:
+            last = min(self.m, max(0, (u + 1) * c.block_k - (self.n - self.m) + self.window))
+        first, last = first // c.block_q, -(-last // c.block_q)
+        return slice(first * c.block_q, max(first, last) * c.block_q)
+
+
+def _logits(saved: Saved, u: int, rows: slice, softmax_scale: float, mask: _Mask, c: QuantConfig):
     """Base-2 logits [B, K, G, rows, block_k] of key tile u; -inf where a query does not see a key."""
     cols = slice(u * c.block_k, (u + 1) * c.block_k)
     factor = (saved.q_scale * (softmax_scale * LOG2E)).repeat_interleave(c.block_q, -1)[..., rows, None]
@@ -76,26 +105,21 @@ def _logits(saved: Saved, u: int, rows: slice, softmax_scale: float, causal: boo
         s = s + bias.repeat_interleave(c.block_q, -2)[..., rows, :] * (softmax_scale * LOG2E)
     row = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
     col = torch.arange(cols.start, cols.stop, device=s.device)
-    hidden = col >= n
-    if causal:  # aligned bottom right: the last query sees every key
-        hidden = hidden | (col > row + (n - m))
-    return s.masked_fill(hidden, -math.inf)
-
-
-def _first_row(u: int, causal: bool, m: int, n: int, c: QuantConfig) -> int:
-    """First row of the first query tile that sees a key of tile u."""
-    return max(0, u * c.block_k - (n - m)) // c.block_q * c.block_q if causal else 0
+    return s.masked_fill(mask.hidden(row, col), -math.inf)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, config: QuantConfig, exact: bool = False
-) -> tuple[Tensor, Saved]:
+    q: Tensor, k: Tensor, v: Tensor,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, exact: bool = False,
+) -> tuple[Tensor, Saved]:  # fmt: skip
     """Attention's output, and what the backward needs.
 
     q [B, H, M, D], k and v [B, K, N, D] with H = K G, any floating dtype; computed in FP32 (FP64 for FP64 inputs).
+    window, with causal: how many keys left of its own position a query sees besides that one.
     Returns o [B, H, M, D] in q's dtype; a query that sees no key gets zeros.
     """
     c, (m, n) = config, (q.shape[-2], k.shape[-2])
+    mask = _Mask(causal, window, m, n)
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     k_work = k.to(work)
     if c.smooth_k:
@@ -122,8 +146,8 @@ def forward(
     total = out.new_zeros(out.shape[:-1])  # l, of the unquantised P~
     peak = torch.full_like(total, -math.inf)  # m
     for u in range(k_hat.shape[-3]):
-        rows = slice(_first_row(u, causal, m, n, c), out.shape[-2])
-        s = _logits(saved, u, rows, softmax_scale, causal, m, n, c)
+        rows = mask.rows(u, c)
+        s = _logits(saved, u, rows, softmax_scale, mask, c)
         tile_peak = s.amax(-1)
         new_peak = torch.maximum(peak[..., rows], tile_peak)
         seen = tile_peak > -math.inf
@@ -146,13 +170,25 @@ def forward(
 
 def backward(
     do: Tensor, v: Tensor, o: Tensor, saved: Saved,
-    *, causal: bool, softmax_scale: float, config: QuantConfig, n: int, exact: bool = False,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, n: int, window: int | None = None, exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv) in FP32 (FP64), [B, H, M, D] and [B, K, N, D], from dO [B, H, M, D], v, o and `saved`.
 
     dP = dO V^T uses dO and V as they came, not their INT8 forms.
+
+    config.project (GProj, arXiv 2609.34272, for INT8 operands). Softmax's backward has sum_j dS_ij = 0; the rounded
+    dS^ has eps_i = sum_j s dS^_ij instead (s the scale of its row or tile): what all keys share leaks into dQ_i, and
+    eps_i Q_i into sum_j dK_j. Both products take dS^ - lambda_i P^ in its place, lambda_i = eps_i / w_i and w_i =
+    sum_j s P^_ij: rows that sum to zero, and nothing where P is nothing. dS and P are rounded as left operands of dQ,
+    and again, transposed, as those of dV and dK; each rounding has its own eps, w and lambda.
+        dQ_i = sum_j s dS^_ij K^_j - lambda_i sum_j s P^_ij K^_j: lambda_i leaves the sum, and is known when it ends.
+        dK_j = sum_i s dS^_ij Q^_i - sum_i s P^_ij (lambda_i Q^_i): lambda_i stays inside, and must be known before. P^
+            here is dV's left operand as it stands; lambda_i Q^_i is rounded anew, one scale a query tile.
+    All products stay INT8, two more of them. A stale delta's error is of the form lambda_i P_ij too, and goes with the
+    rest. Q-smoothing's own term of dK takes the unrounded dS: nothing to project out, but a stale delta stays in it.
     """
     c, m, heads = config, do.shape[-2], v.shape[1]
+    mask = _Mask(causal, window, m, n)
     work = saved.q_hat.dtype
     do = _pad_rows(do.to(work).unflatten(1, (heads, -1)), c.block_q)
     o = _pad_rows(o.to(work).unflatten(1, (heads, -1)), c.block_q)
@@ -162,8 +198,8 @@ def backward(
     tiles = v.shape[-2] // c.block_k
 
     def p_and_dp(u: int) -> tuple[slice, Tensor, Tensor]:
-        rows = slice(_first_row(u, causal, m, n, c), do.shape[-2])
-        s = _logits(saved, u, rows, softmax_scale, causal, m, n, c)
+        rows = mask.rows(u, c)
+        s = _logits(saved, u, rows, softmax_scale, mask, c)
         p = torch.exp2(s - saved.lse2[..., rows, None])
         return rows, p, do[..., rows, :] @ v[:, :, None, u * c.block_k : (u + 1) * c.block_k].mT
 
@@ -177,23 +213,79 @@ def backward(
 
     # Dimensions of a [block_q, block_k] tile that share one scale, for P and dS transposed (dV, dK) and for dS (dQ).
     transposed, plain = ((-2, -1), (-2, -1)) if c.granularity == "tile" else (-2, -1)
+    if c.project:
+        eps, weight = torch.zeros_like(saved.lse2), torch.zeros_like(saved.lse2)
+        for u in range(tiles):
+            rows, p, dp = p_and_dp(u)
+            for x, row_sum in ((p * (dp - delta[..., rows, None]), eps), (p, weight)):
+                hat, scale = quantise(_tiles(x, c.block_q), transposed, exact=exact)
+                row_sum[..., rows] += (hat * scale).sum(-1).flatten(-2)
+        shadow = _tiles(saved.q_hat * _multiple(eps, weight), c.block_q)  # lambda Q^
+        shadow_hat, shadow_scale = quantise(shadow, (-2, -1), exact=exact)
     dq = torch.zeros_like(saved.q_hat)
+    p_k, eps, weight = (torch.zeros_like(x) if c.project else None for x in (dq, saved.lse2, saved.lse2))
     dk = torch.zeros_like(saved.k_hat)
     dv = torch.zeros_like(saved.k_hat)
     for u in range(tiles):
         rows, p, dp = p_and_dp(u)
         ds = p * (dp - delta[..., rows, None])
-        t = slice(rows.start // c.block_q, None)
+        t = slice(rows.start // c.block_q, rows.stop // c.block_q)
         cols = slice(u * c.block_k, (u + 1) * c.block_k)
         p_hat, p_scale = quantise(_tiles(p, c.block_q), transposed, exact=exact)  # [B, K, G, t, block_q, block_k]
         dv[..., cols, :] = ((p_hat.mT @ do_hat[..., t, :, :]) * (p_scale.mT * do_scale[..., t, :, :])).sum((2, 3))
         ds_tiles = _tiles(ds, c.block_q)
         ds_hat, ds_scale = quantise(ds_tiles, transposed, exact=exact)
         part = (ds_hat.mT @ q_hat[..., t, :, :]) * (ds_scale.mT * saved.q_scale[..., t, None, None])
+        if c.project:
+            scale = p_scale.mT * (shadow_scale[..., t, :, :] * saved.q_scale[..., t, None, None])
+            part = part - (p_hat.mT @ shadow_hat[..., t, :, :]) * scale
         if saved.q_mean is not None:  # Q = Q_smooth + mean: the mean's share takes the unquantised column sum of dS
             part = part + ds_tiles.sum(-2)[..., None] * saved.q_mean[..., t, None, :]
         dk[..., cols, :] = part.sum((2, 3)) * softmax_scale
-        ds_hat, ds_scale = quantise(ds_tiles, plain, exact=exact)
-        part = (ds_hat @ _tiles(saved.k_hat, c.block_k)[:, :, None, u, None]) * ds_scale
-        dq[..., rows, :] += part.flatten(-3, -2) * saved.k_scale[:, :, None, u, None, None]
+        for x, product, row_sum in ((ds_tiles, dq, eps), (_tiles(p, c.block_q), p_k, weight)):
+            if product is None:
+                continue
+            hat, scale = quantise(x, plain, exact=exact)
+            part = (hat @ _tiles(saved.k_hat, c.block_k)[:, :, None, u, None]) * scale
+            product[..., rows, :] += part.flatten(-3, -2) * saved.k_scale[:, :, None, u, None, None]
+            if row_sum is not None:
+                row_sum[..., rows] += (hat * scale).sum(-1).flatten(-2)
+    if c.project:
+        dq = dq - p_k * _multiple(eps, weight)
     return (dq[..., :m, :] * softmax_scale).flatten(1, 2), dk[..., :n, :], dv[..., :n, :]
+
+
+def _multiple(eps: Tensor, weight: Tensor) -> Tensor:
+    """lambda [..., M', 1]; 0 where a query sees no key or is padding."""
+    return torch.where(weight == 0, 0.0, eps / weight)[..., None]
+
+
+def forward_packed(q: Tensor, k: Tensor, v: Tensor, *, packed: Packed, **kwargs) -> tuple[Tensor, list[Saved]]:
+    """`forward` of one document after another: o, and `Saved` of each document that has both queries and keys.
+
+    q [1, H, tokens, D], k and v [1, K, tokens, D]; kwargs as `forward` takes. A token in no document gets zeros.
+    """
+    o, saved = torch.zeros_like(q), []
+    for rows, cols in _documents(packed):
+        o[..., rows, :], kept = forward(q[..., rows, :], k[..., cols, :], v[..., cols, :], **kwargs)
+        saved.append(kept)
+    return o, saved
+
+
+def backward_packed(
+    do: Tensor, v: Tensor, o: Tensor, saved: list[Saved], *, packed: Packed, **kwargs
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward` of one document after another, from what `forward_packed` kept; kwargs as `backward` takes, but n."""
+    work = torch.float64 if do.dtype == torch.float64 else torch.float32
+    dq, dk, dv = (torch.zeros_like(x, dtype=work) for x in (do, v, v))
+    for (rows, cols), kept in zip(_documents(packed), saved, strict=True):
+        dq[..., rows, :], dk[..., cols, :], dv[..., cols, :] = backward(
+            do[..., rows, :], v[..., cols, :], o[..., rows, :], kept, n=cols.stop - cols.start, **kwargs
+        )
+    return dq, dk, dv
+
+
+def _documents(packed: Packed) -> list[tuple[slice, slice]]:
+    """Tokens of q and of k of each document that has both: only these have anything but zeros as their results."""
+    rows, cols = ([slice(*ends) for ends in pairwise(x.tolist())] for x in (packed.cu_seqlens_q, packed.cu_seqlens_k))
+    return [(r, c) for r, c in zip(rows, cols, strict=True) if r.start < r.stop and c.start < c.stop]

@@ -8,33 +8,64 @@ from torch import Tensor
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import backward as backward_kernels
 from sagebwd.kernels import forward as forward_kernels
+from sagebwd.kernels.mean import key_mean
+from sagebwd.kernels.packing import Packed, Tables, tables
 from sagebwd.kernels.quantise import Quantised, quantise, transpose
 
 Saved = tuple[Tensor | None, ...]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, config: QuantConfig):
-    """As `reference.forward`: o [B, H, M, D] with q's dtype and memory order, and the tensors saved for backward."""
-    k_mean = k.mean(-2, keepdim=True, dtype=torch.float32) if config.smooth_k else None
-    q8, _ = quantise(q, config.block_q, rows=True, columns=False, tile_mean=config.smooth_q)
-    k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean)
-    v8, _ = quantise(v, config.block_k, rows=False, columns=True)
-    o = torch.empty_like(q)
-    lse2 = forward_kernels.forward(q8, k8, v8, k, k_mean, o, causal=causal, softmax_scale=softmax_scale, config=config)
+def forward(
+    q: Tensor, k: Tensor, v: Tensor,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, packed: Packed | None = None,
+) -> tuple[Tensor, Saved]:  # fmt: skip
+    """As `reference.forward` (`forward_packed`): o [B, H, M, D] with q's dtype and memory order, and the tensors saved
+    for backward. With `packed` B is 1."""
+    documents, window = _tables(packed, q, k), _clipped(window, k)
+    q_documents, k_documents = (None, None) if documents is None else documents
+    k_mean = key_mean(k, k_documents) if config.smooth_k else None
+    q8, _ = quantise(q, config.block_q, rows=True, columns=False, tile_mean=config.smooth_q, documents=q_documents)
+    k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, documents=k_documents)
+    v8, _ = quantise(v, config.block_k, rows=False, columns=True, documents=k_documents)
+    o = _result_like(q, packed)
+    lse2 = forward_kernels.forward(
+        q8, k8, v8, k, k_mean, o,
+        causal=causal, softmax_scale=softmax_scale, config=config, window=window, documents=q_documents,
+    )  # fmt: skip
     k_source, k_mean = (k, k_mean) if config.smooth_q else (None, None)
     return o, (v, o, lse2, q8.rows, q8.scale, q8.tile_mean, k8.rows, k8.scale, k_source, k_mean)
 
 
-def backward(do: Tensor, saved: Saved, *, causal: bool, softmax_scale: float, config: QuantConfig):
+def backward(
+    do: Tensor, saved: Saved,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, packed: Packed | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv): dq in the dtype and memory order of o, dk and dv in those of v."""
     v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k_source, k_mean = saved
+    documents, window = _tables(packed, o, v), _clipped(window, v)
     q8 = Quantised(q_rows, transpose(q_rows), q_scale, q_mean)
     k8 = Quantised(k_rows, transpose(k_rows), k_scale, None)
-    stale = config.delta == "stale"
-    do8, delta = quantise(do, config.block_q, rows=False, columns=True, other=o if stale else None)
-    dq, dk, dv = torch.empty_like(o), torch.empty_like(v), torch.empty_like(v)
+    do8, delta = quantise(
+        do, config.block_q, rows=False, columns=True,
+        other=o if config.delta == "stale" else None, documents=None if documents is None else documents.q,
+    )  # fmt: skip
+    dq, dk, dv = (_result_like(x, packed) for x in (o, v, v))
     backward_kernels.backward(
         q8, k8, do8, lse2, delta, do, v, v if k_source is None else k_source, k_mean, dq, dk, dv,
-        causal=causal, softmax_scale=softmax_scale, config=config,
+        causal=causal, softmax_scale=softmax_scale, config=config, window=window, documents=documents,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _tables(packed: Packed | None, q: Tensor, k: Tensor) -> Tables | None:
+    return None if packed is None else tables(packed, q.shape[-2], k.shape[-2])
+
+
+def _clipped(window: int | None, k: Tensor) -> int | None:
+    """A window wider than all keys, cut to them: kernels add it to positions in 32 bits."""
+    return None if window is None else min(window, k.shape[-2])
+
+
+def _result_like(x: Tensor, packed: Packed | None) -> Tensor:
+    """Kernels write every token, but for those that are in no document: zeros."""
+    return torch.empty_like(x) if packed is None else torch.zeros_like(x)

@@ -1,24 +1,29 @@
 """The two attentions of an experiment behind Megatron-core's core-attention contract.
 
 Query [tokens, batch, heads / TP, dim], key and value [tokens, batch, kv_heads / TP, dim] after QK-norm and RoPE; the
-value is a strided view of the fused QKV projection. Output [tokens, batch, heads / TP * dim]. Neither module copies its
-inputs, expands grouped keys and values, or has parameters. What they do not honour they refuse, by ValueError with the
-reason.
+value is a strided view of the fused QKV projection. Output [tokens, batch, heads / TP * dim]. Packed documents
+(packed_seq_params, Megatron's "thd") come and go without the batch dimension, and none sees another. Neither module
+copies its inputs, expands grouped keys and values, or has parameters. What they do not honour they refuse, by
+ValueError with the reason.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from sagebwd.attention import QuantConfig, function, sage_attention
+from sagebwd.attention import QuantConfig, checks, sage_attention, sage_attention_packed
 
 logger = logging.getLogger(__name__)
 
@@ -74,24 +79,42 @@ class _CoreAttention(torch.nn.Module, ABC):
         *,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of one layer. With a causal mask type the mask is not read: it says the same thing at more cost."""
+        """Attention of one layer. With a causal mask type the mask is not read: it says the same thing at more cost.
+
+        packed_seq_params: cu_seqlens may be on the CPU (pinned, for a GPU), so that nobody who reads them waits for it.
+        """
         name = type(self).__name__
         kind = attn_mask_type or self.attn_mask_type
         if attention_bias is not None:
             raise ValueError(f"{name} does not support attention_bias: pass None")
-        if packed_seq_params is not None:
-            raise ValueError(f"{name} does not support packed sequences: pass packed_seq_params=None")
         if kind not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise ValueError(f"{name} does not support attn_mask_type={kind.name}: use causal or no_mask")
         if kind is AttnMaskType.no_mask and attention_mask is not None:
             raise ValueError(f"{name} does not support an arbitrary attention_mask: pass None, or use the causal type")
-        return self.attend(query, key, value, causal=kind is AttnMaskType.causal).flatten(2)
+        causal = kind is AttnMaskType.causal
+        if packed_seq_params is None:
+            return self.attend(query, key, value, causal=causal).flatten(2)
+        packed = packed_seq_params
+        if packed.qkv_format != "thd":
+            raise ValueError(f"{name} does not support packed documents in qkv_format={packed.qkv_format!r}: use 'thd'")
+        if packed.cu_seqlens_q_padded is not None or packed.cu_seqlens_kv_padded is not None:
+            raise ValueError(
+                f"{name} does not support padding between packed documents: leave cu_seqlens_q_padded and "
+                "cu_seqlens_kv_padded None"
+            )
+        return self.attend_packed(query, key, value, packed, causal=causal).flatten(1)
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         """[tokens, batch, heads, dim] in the query's dtype."""
+
+    @abstractmethod
+    def attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, *, causal: bool
+    ) -> Tensor:
+        """[tokens, heads, dim] in the query's dtype, each document by itself."""
 
 
 class SageBwdCoreAttention(_CoreAttention):
@@ -102,14 +125,34 @@ class SageBwdCoreAttention(_CoreAttention):
         self.quant = quant
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-        self.backend = function._backend(query)
+        self.backend = checks.backend_for(query)
         return sage_attention(
             query, key, value, causal=causal, softmax_scale=self.softmax_scale, config=self.quant, layout="nbhd"
         )
 
+    def attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, *, causal: bool
+    ) -> Tensor:
+        self.backend = checks.backend_for(query)
+        return sage_attention_packed(
+            query,
+            key,
+            value,
+            cu_seqlens_q=packed.cu_seqlens_q.to(query.device, non_blocking=True),
+            cu_seqlens_k=packed.cu_seqlens_kv.to(query.device, non_blocking=True),
+            max_seqlen_q=packed.max_seqlen_q,
+            max_seqlen_k=packed.max_seqlen_kv,
+            causal=causal,
+            softmax_scale=self.softmax_scale,
+            config=self.quant,
+        )
+
 
 class SDPACoreAttention(_CoreAttention):
-    """FPA, full-precision attention: torch's SDPA; on a GPU cuDNN or FlashAttention, and never the math fallback."""
+    """FPA, full-precision attention: torch's SDPA; on a GPU cuDNN or FlashAttention, and never the math fallback.
+
+    Packed documents: FlashAttention on a GPU (torch opens no cuDNN kernel for them), one SDPA a document on a CPU.
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         if causal and query.shape[0] != key.shape[0]:
@@ -129,6 +172,33 @@ class SDPACoreAttention(_CoreAttention):
         with sdpa_kernel(kernels):
             return scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
 
+    def attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, *, causal: bool
+    ) -> Tensor:
+        ends, of_keys = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_kv.tolist()
+        if ends != of_keys:
+            raise ValueError(
+                f"SDPACoreAttention does not support documents of other keys than queries: cu_seqlens_q is {ends}, "
+                f"cu_seqlens_kv {of_keys}; give both the same"
+            )
+        documents = list(pairwise(ends))
+        tokens = query.shape[0]
+        if (ends[0], ends[-1]) != (0, tokens) or any(end < start for start, end in documents):
+            # FlashAttention would leave what is in no document uninitialised
+            raise ValueError(f"SDPACoreAttention: cu_seqlens_q is {ends}: let it rise from 0 to all {tokens} tokens")
+        if query.is_cuda:
+            longest = max(end - start for start, end in documents)
+            cu_seqlens = packed.cu_seqlens_q.to(query.device, non_blocking=True)
+            out = flash_packed(query, key, value, cu_seqlens, longest, causal=causal, scale=self.softmax_scale)
+            self._announce("varlen_attn FLASH_ATTENTION", query)
+            return out
+        parts = [
+            self.attend(*(x[start:end, None] for x in (query, key, value)), causal=causal)
+            for start, end in documents
+            if end > start
+        ]
+        return torch.cat(parts)[:, 0]
+
     def _announce(self, backend: str, q: Tensor) -> None:
         """Say once a run, in the first layer, what runs."""
         if self.backend is None and self.layer_number == 1:
@@ -142,7 +212,7 @@ def choose_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> SDP
     Raises ValueError if none does.
     """
     cuda = torch.backends.cuda
-    params = cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+    params = _sdpa_params(q, k, v, causal)
     usable = {
         SDPBackend.CUDNN_ATTENTION: cuda.can_use_cudnn_attention,
         SDPBackend.FLASH_ATTENTION: cuda.can_use_flash_attention,
@@ -150,9 +220,43 @@ def choose_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> SDP
     for backend in SDPA_PREFERENCE:
         if usable[backend](params, False):
             return backend
-    raise ValueError(
-        f"neither cuDNN nor FlashAttention takes {q.dtype} attention with head dim {q.shape[-1]} on "
-        f"{torch.cuda.get_device_name(q.device)}: train in bf16 with a head dim of at most 256"
+    raise ValueError(f"neither cuDNN nor FlashAttention takes {_call(q)}")
+
+
+def flash_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, *, causal: bool, scale: float | None
+) -> Tensor:
+    """FlashAttention of packed documents on a GPU: q [tokens, heads, dim], k and v [tokens, kv_heads, dim].
+
+    cu_seqlens: [documents + 1] int32 on the GPU, from 0 to all tokens; longest: the tokens of the longest document.
+    Raises ValueError if it does not take such tensors.
+    """
+    if not torch.backends.cuda.can_use_flash_attention(
+        _sdpa_params(*(x.transpose(0, 1)[None] for x in (q, k, v)), causal), False
+    ):
+        raise ValueError(f"packed documents need FlashAttention, which does not take {_call(q)}")
+    known = signature(varlen_attn).parameters
+    options: dict[str, Any] = {}
+    if "window_size" in known:  # torch 2.11
+        options |= {"scale": scale, "window_size": (-1, 0 if causal else -1)}
+    elif scale is None:
+        options["is_causal"] = causal
+    else:
+        raise ValueError(f"torch {torch.__version__} takes no softmax_scale with packed documents: install torch 2.11")
+    if "enable_gqa" in known:  # torch 2.12; the kernel takes grouped heads in all of them
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+
+
+def _sdpa_params(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> torch.backends.cuda.SDPAParams:
+    return torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+
+
+def _call(q: Tensor) -> str:
+    """Of a call that is refused: what it is, and the remedy."""
+    return (
+        f"{q.dtype} attention with head dim {q.shape[-1]} on {torch.cuda.get_device_name(q.device)}: "
+        "train in bf16 with a head dim of at most 256"
     )
 
 

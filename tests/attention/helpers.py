@@ -19,7 +19,9 @@ def inputs(m, n, dim, heads, kv_heads, *, batch=1, dtype=torch.float32, device="
     return new(heads, m), (k.float() + offset).to(dtype), new(kv_heads, n), new(heads, m)
 
 
-def truth(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None = None) -> tuple[Tensor, ...]:
+def truth(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None = None, window: int | None = None
+) -> tuple[Tensor, ...]:
     """(o, dq, dk, dv) in FP64 through autograd; a query that sees no key gets zeros."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -27,6 +29,8 @@ def truth(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: floa
     m, n = s.shape[-2:]
     if causal:
         s = s.masked_fill(torch.ones(m, n, dtype=torch.bool, device=q.device).triu(n - m + 1), -math.inf)
+    if window is not None:
+        s = s.masked_fill(torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m - window - 1), -math.inf)
     o = s.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave(group, 1)
     return (o.detach(), *torch.autograd.grad(o, (q, k, v), do.double()))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sagebwd.attention import QuantConfig, reference
+from sagebwd.kernels.packing import Packed
 from tests.attention.helpers import NAMES, assert_close, inputs, rel_l2, run, truth
 
 # Rel-L2 of O, dQ, dK, dV by the standard deviation of Q and K (arXiv 2603.02170, Table 1).
@@ -13,21 +14,38 @@ PAPER = {
     8: (0.0972, 0.4666, 0.4699, 0.0973),
     10: (0.1161, 0.6648, 0.6684, 0.1157),
 }
-# At a standard deviation of 1 the paper's text (one scale a tile) does not give the paper's figures, one scale a row does.
+# At a standard deviation of 1 one scale a tile (the paper's text) does not give the paper's figures; one a row does.
 SIGMA_1 = {"tile": (0.016, 0.036, 0.035, 0.038), "row": (0.016, 0.018, 0.018, 0.016)}
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 1), (True, 20), (True, 100)])
 @pytest.mark.parametrize("granularity", ["tile", "row"])
 @pytest.mark.parametrize("delta", ["stale", "matched"])
 @pytest.mark.parametrize("smooth_q", [True, False])
-def test_without_rounding_the_formulas_are_attention_in_float64(causal, granularity, delta, smooth_q):
-    config = QuantConfig(block_q=16, block_k=32, granularity=granularity, delta=delta, smooth_q=smooth_q)
+@pytest.mark.parametrize("project", [True, False])
+def test_without_rounding_the_formulas_are_attention_in_float64(causal, window, granularity, delta, smooth_q, project):
+    options = {"granularity": granularity, "delta": delta, "smooth_q": smooth_q, "project": project}
+    config = QuantConfig(block_q=16, block_k=32, **options)
     q, k, v, do = (x.double() for x in inputs(50, 70, 16, 4, 2, batch=2))
-    args = {"causal": causal, "softmax_scale": 0.25, "config": config, "exact": True}
+    args = {"causal": causal, "softmax_scale": 0.25, "config": config, "window": window, "exact": True}
     o, saved = reference.forward(q, k, v, **args)
     grads = reference.backward(do, v, o, saved, n=70, **args)
-    assert_close((o, *grads), truth(q, k, v, do, causal), 1e-13)
+    assert_close((o, *grads), truth(q, k, v, do, causal, window=window), 1e-13)
+
+
+def test_packed_documents_are_attention_within_each():
+    """Against FP64 with every pair of tokens of two documents masked by hand."""
+    q, k, v, do = (x.double() for x in inputs(60, 80, 16, 2, 1))
+    ends_q, ends_k = torch.tensor([0, 25, 25, 60]), torch.tensor([0, 30, 40, 80])
+    packed = Packed(ends_q.int(), ends_k.int(), 35, 40)
+    args = {"causal": False, "softmax_scale": 0.25, "config": QuantConfig(block_q=16, block_k=16), "exact": True}
+    o, saved = reference.forward_packed(q, k, v, packed=packed, **args)
+    grads = reference.backward_packed(do, v, o, saved, packed=packed, **args)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    of_q, of_k = (torch.repeat_interleave(torch.arange(3), ends.diff()) for ends in (ends_q, ends_k))
+    s = (q @ k.mT * 0.25).masked_fill(of_q[:, None] != of_k, -torch.inf)
+    expected = s.softmax(-1) @ v
+    assert_close((o, *grads), (expected, *torch.autograd.grad(expected, (q, k, v), do)), 1e-13)
 
 
 def table_1(sigma: float, granularity: str) -> tuple[float, ...]:
@@ -77,6 +95,34 @@ def test_matched_delta_makes_rows_of_ds_sum_to_zero():
         )
         size[delta] = reference.backward(do, v, o, exact, n=128, exact=True, **args)[0].norm().item()
     assert size["matched"] < 1e-3 < 1e-1 < size["stale"], size
+
+
+@pytest.mark.parametrize("granularity", ["tile", "row"])
+def test_projection_takes_out_what_rounding_leaves_in_the_rows_of_ds(granularity):
+    """K constant: dQ is the row sums of dS. Q constant: the sum of dK is the sum of them all."""
+    q, k, v, do = inputs(128, 128, 32, 2, 1)
+    size = {}
+    for project in (True, False):
+        config = QuantConfig(granularity=granularity, smooth_k=False, project=project)
+        size[project] = run(q, torch.ones_like(k), v, do, causal=True, config=config)[1].norm().item()
+        dk = run(torch.ones_like(q), k, v, do, causal=True, config=config)[2]
+        size[project, "dk"] = dk.sum(-2).norm().item()
+    assert size[True] < 1e-5 * size[False], size
+    assert size[True, "dk"] < 0.02 * size[False, "dk"], size
+
+
+def test_projection_with_a_stale_delta_is_as_exact_as_a_matched_one():
+    q, k, v, do = inputs(512, 512, 64, 4, 4)
+    q, k = q * 3, k * 3
+    expected = truth(q, k, v, do, True)
+
+    def errors(**options):
+        actual = run(q, k, v, do, causal=True, config=QuantConfig(**options))
+        return [rel_l2(a, t) for a, t in zip(actual[1:3], expected[1:3], strict=True)]
+
+    stale, matched, projected = errors(), errors(delta="matched"), errors(project=True)
+    assert all(p < 0.97 * s for p, s in zip(projected, stale, strict=True))
+    assert projected == pytest.approx(matched, rel=0.02)
 
 
 def test_int8_values_and_scales():

@@ -10,12 +10,71 @@ from tests.attention.helpers import NAMES, inputs, rel_l2, run, truth
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
 DTYPES = [torch.bfloat16, torch.float16]
+EVERY_CONFIG = {**cases.CONFIGS, **cases.PROJECTED}
+PACKED = [(c, *mask, 64) for c in EVERY_CONFIG for mask in ((True, None), (True, cases.WINDOW), (False, None))]
+PACKED += [("row", True, cases.WINDOW, dim) for dim in (40, 128, 256)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("m", "n", "group", "causal", "config"), cases.pairs())
 def test_agrees_with_reference(m, n, group, causal, config, dtype):
     cases.agrees_with_reference(m, n, 64, group, causal, cases.CONFIGS[config], GPU, dtype)
+
+
+@pytest.mark.parametrize(("m", "n", "window", "group", "config"), cases.windows())
+def test_agrees_with_reference_in_a_window(m, n, window, group, config):
+    cases.agrees_with_reference_in_a_window(m, n, window, group, cases.CONFIGS[config], GPU)
+
+
+def test_a_window_as_wide_as_the_keys_is_the_causal_mask():
+    cases.a_window_as_wide_as_the_keys_is_the_causal_mask(GPU)
+
+
+def test_keys_left_of_the_window_are_not_read():
+    cases.keys_left_of_the_window_are_not_read(GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("config", "causal", "window", "dim"), PACKED)
+def test_packed_equals_the_documents_one_by_one(config, causal, window, dim, dtype):
+    documents = cases.LONG_DOCUMENTS
+    cases.packed_equals_the_documents_one_by_one(documents, EVERY_CONFIG[config], causal, window, GPU, dtype, dim)
+
+
+def test_documents_do_not_meet():
+    cases.documents_do_not_meet(GPU)
+
+
+def test_cu_seqlens_that_lie_touch_no_other_memory():
+    cases.cu_seqlens_that_lie_touch_no_other_memory(GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_integers_are_the_reference_s(dtype):
+    cases.integers_are_the_reference_s(GPU, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_key_mean_is_the_mean(dtype):
+    cases.key_mean_is_the_mean(GPU, dtype)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("config", cases.PROJECTED)
+def test_projection_agrees_with_reference(config, causal, dim):
+    cases.agrees_with_reference(200, 300, dim, 2, causal, cases.PROJECTED[config], GPU, torch.bfloat16)
+
+
+def test_offsets_past_32_bits():
+    free = torch.cuda.mem_get_info()[0] >> 30
+    if free < 80:
+        pytest.skip(f"needs 80 GiB of GPU memory, and {free} are free")
+    cases.offsets_past_32_bits(GPU, heads=130, length=131072)
+
+
+def test_many_heads():
+    cases.many_heads(GPU, torch.bfloat16, batch=35000)
 
 
 @pytest.mark.parametrize("dim", [8, 16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256])
@@ -50,28 +109,33 @@ def test_strided_views_are_taken_as_they_are(dtype):
     cases.strided_views_are_taken_as_they_are(GPU, dtype)
 
 
-def test_poisoned_buffers_do_not_show(monkeypatch):
-    cases.poisoned_buffers_do_not_show(GPU, monkeypatch)
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_poisoned_buffers_do_not_show(monkeypatch, mask):
+    cases.poisoned_buffers_do_not_show(GPU, monkeypatch, mask)
 
 
-def test_all_zero_tiles_give_zeros():
-    cases.all_zero_tiles_give_zeros(GPU)
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_all_zero_tiles_give_zeros(mask):
+    cases.all_zero_tiles_give_zeros(GPU, mask)
 
 
-def test_extreme_values_stay_finite():
-    cases.extreme_values_stay_finite(GPU)
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_extreme_values_stay_finite(mask):
+    cases.extreme_values_stay_finite(GPU, mask)
 
 
 def test_a_query_that_sees_no_key_gets_zeros():
     cases.a_query_that_sees_no_key_gets_zeros(GPU)
 
 
-def test_nan_reaches_the_output():
-    cases.nan_reaches_the_output(GPU)
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_nan_reaches_the_output(mask):
+    cases.nan_reaches_the_output(GPU, mask)
 
 
-def test_two_runs_are_bitwise_equal():
-    cases.two_runs_are_bitwise_equal(GPU)
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_two_runs_are_bitwise_equal(mask):
+    cases.two_runs_are_bitwise_equal(GPU, mask)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

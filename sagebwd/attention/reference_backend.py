@@ -1,0 +1,100 @@
+"""The reference as a backend: what its forward keeps is laid out in tensors whose shapes follow from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sagebwd.attention import reference
+from sagebwd.attention.config import QuantConfig
+from sagebwd.kernels.packing import Packed
+
+# The axis of each field of reference.Saved that counts tokens or tiles. The integers are kept as INT8, losing nothing.
+_AXIS = reference.Saved(q_hat=-2, q_scale=-1, q_mean=-2, k_hat=-2, k_scale=-1, k_smooth=-2, lse2=-1)
+
+
+def kept_like(q: Tensor, k: Tensor, config: QuantConfig, packed: Packed | None) -> reference.Saved:
+    """Uninitialised `Saved` of q [B, H, M, D] and k [B, K, N, D], its integers as INT8.
+
+    Of packed documents: one after another, in whole tiles; there is room for as many as there can be.
+    """
+    (batch, heads, m, dim), (_, kv_heads, n, _) = q.shape, k.shape
+    documents = 1 if packed is None else packed.cu_seqlens_q.shape[0] - 1
+    q_tiles = (m + documents * (config.block_q - 1)) // config.block_q
+    k_tiles = (n + documents * (config.block_k - 1)) // config.block_k
+    q_heads, k_heads = (batch, kv_heads, heads // kv_heads), (batch, kv_heads)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return q.new_empty(shape, dtype=dtype)
+
+    return reference.Saved(
+        q_hat=new(*q_heads, q_tiles * config.block_q, dim, dtype=torch.int8),
+        q_scale=new(*q_heads, q_tiles),
+        q_mean=new(*q_heads, q_tiles, dim) if config.smooth_q else None,
+        k_hat=new(*k_heads, k_tiles * config.block_k, dim, dtype=torch.int8),
+        k_scale=new(*k_heads, k_tiles),
+        k_smooth=new(*k_heads, k_tiles * config.block_k, dim) if config.smooth_q else None,
+        lse2=new(*q_heads, q_tiles * config.block_q),
+    )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *, config: QuantConfig, packed: Packed | None = None, **args):
+    """As `triton_backend.forward`: o, and v, o, lse2, q_hat, q_scale, q_mean, k_hat, k_scale, None, k_smooth."""
+    if packed is None:
+        o, saved = reference.forward(q, k, v, config=config, **args)
+        saved = saved._replace(q_hat=saved.q_hat.to(torch.int8), k_hat=saved.k_hat.to(torch.int8))
+    else:
+        o, documents = reference.forward_packed(q, k, v, config=config, packed=packed, **args)
+        saved = reference.Saved(*(None if x is None else x.zero_() for x in kept_like(q, k, config, packed)))
+        for part, document in zip(_split(saved, config, packed), documents, strict=True):
+            for kept, values in zip(part, document, strict=True):
+                if kept is not None:
+                    kept.copy_(values)
+    o = _in_order_of(q, o)
+    return o, (v, o, saved.lse2, *saved[:5], None, saved.k_smooth)
+
+
+def backward(do: Tensor, kept: tuple, *, config: QuantConfig, packed: Packed | None = None, **args):
+    """As `triton_backend.backward`."""
+    v, o, lse2, *operands, _, k_smooth = kept
+    saved = reference.Saved(*operands, k_smooth, lse2)
+    if packed is None:
+        grads = reference.backward(do, v, o, _floats(saved), n=v.shape[-2], config=config, **args)
+    else:
+        documents = [_floats(part) for part in _split(saved, config, packed)]
+        grads = reference.backward_packed(do, v, o, documents, config=config, packed=packed, **args)
+    return tuple(_in_order_of(x, grad.to(x.dtype)) for x, grad in zip((o, v, v), grads, strict=True))
+
+
+def _split(saved: reference.Saved, config: QuantConfig, packed: Packed) -> Iterator[reference.Saved]:
+    """Views of each document that has both queries and keys."""
+    q_lengths, k_lengths = packed.cu_seqlens_q.diff().tolist(), packed.cu_seqlens_k.diff().tolist()
+    q_tile = k_tile = 0
+    for q_length, k_length in zip(q_lengths, k_lengths, strict=True):
+        if q_length == 0 or k_length == 0:
+            continue
+        q_tiles, k_tiles = -(-q_length // config.block_q), -(-k_length // config.block_k)
+        q, k = (q_tile, q_tiles, config.block_q), (k_tile, k_tiles, config.block_k)
+        q_tile, k_tile = q_tile + q_tiles, k_tile + k_tiles
+        # Per field: which tiles, and how many of its rows one is.
+        spans = reference.Saved(
+            q_hat=q, q_scale=(*q[:2], 1), q_mean=(*q[:2], 1), k_hat=k, k_scale=(*k[:2], 1), k_smooth=k, lse2=q
+        )
+        yield reference.Saved(
+            *(
+                None if x is None else x.narrow(axis, first * rows, tiles * rows)
+                for x, axis, (first, tiles, rows) in zip(saved, _AXIS, spans, strict=True)
+            )
+        )
+
+
+def _floats(saved: reference.Saved) -> reference.Saved:
+    return saved._replace(q_hat=saved.q_hat.float(), k_hat=saved.k_hat.float())
+
+
+def _in_order_of(other: Tensor, x: Tensor) -> Tensor:
+    """x in the memory order that empty_like gives `other`."""
+    out = torch.empty_like(other)
+    return x if x.stride() == out.stride() else out.copy_(x)
