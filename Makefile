@@ -6,12 +6,15 @@ PY ?= $(VENV)/bin/python
 # Arguments for a recipe: ARGS="train.total_tokens=1000000 --nproc 8".
 ARGS ?=
 RUNS ?= runs
+# For compile-check: another Triton than the environment's (TRITON=3.6.0), every configuration (FULL=1).
+TRITON ?=
+FULL ?=
 
 ifeq ($(origin PY),file)
   READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup test lint compare tensorboard clean
+.PHONY: help setup test lint compare bench doctor compile-check tensorboard clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +39,19 @@ lint: $(READY) ## ruff: lint and format
 
 compare: $(READY) ## compare the runs in RUNS/RECIPE again: make compare RECIPE=small
 	$(PY) -m sagebwd.cli compare $(RUNS)/$(or $(RECIPE),small)
+
+bench: $(READY) ## SageBwd against full-precision attention on this machine's GPU: ARGS=--quick takes under a minute
+	$(PY) -m sagebwd.kernels.benchmarks.bench $(ARGS)
+
+doctor: $(READY) ## what is installed, which backend a call gets here and why, a self-test of the kernels
+	@$(PY) -m sagebwd.cli doctor
+
+compile-check: $(READY) $(TRITON:%=$(VENV)/triton-%/.ready) ## compile the kernels for six GPU generations, without a GPU
+	PYTHONPATH=$(TRITON:%=$(VENV)/triton-%) $(PY) -m sagebwd.kernels.compile_check $(if $(FULL),--full) $(ARGS)
+
+$(VENV)/triton-%/.ready:
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) triton==$*
+	@touch $@
 
 tensorboard: $(READY) ## TensorBoard on this machine alone, over every run
 	$(PY) -m tensorboard.main --logdir $(RUNS) --host 127.0.0.1

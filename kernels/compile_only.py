@@ -20,8 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-# Shared memory that one block may use, bytes (CUDA programming guide, technical specifications by compute capability).
-SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+from sagebwd.kernels import tuning
 
 
 class Compiled(NamedTuple):
@@ -32,6 +31,7 @@ class Compiled(NamedTuple):
     registers: int  # a thread
     spilled: int  # bytes a thread, in local memory
     shared: int  # bytes a block
+    tensor: int  # columns of tensor memory, on the GPUs that have it
     asm: dict[str, object]
 
 
@@ -45,7 +45,8 @@ class _StandIn:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        """A kernel keeps what it compiled by device: one of its own for each target."""
+        return self.target.arch
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -69,11 +70,9 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
             meta = kernel.metadata
             registers, spilled = _resources(kernel.asm["cubin"])
             constants = {n: v for n, v in kwargs.items() if n.isupper()}
-            compiled.append(
-                Compiled(
-                    meta.name, constants, meta.num_warps, meta.num_stages, registers, spilled, meta.shared, kernel.asm
-                )
-            )
+            launch = (meta.num_warps, meta.num_stages)
+            needs = (registers, spilled, meta.shared, getattr(meta, "tmem_size", None) or 0)
+            compiled.append(Compiled(meta.name, constants, *launch, *needs, kernel.asm))
         return kernel
 
     keep: list[object] = []  # so that ids stay unique
@@ -81,9 +80,11 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
     before = driver._active
     driver.set_active(_StandIn(capability))
     JITFunction.run = warm_up
+    of_device, tuning.capability = tuning.capability, lambda device: capability
     try:
         yield compiled
     finally:
+        tuning.capability = of_device
         JITFunction.run = run
         driver._active = before
 

@@ -1,4 +1,4 @@
-"""The command line: `sagebwd recipe | prepare | train | compare`.
+"""The command line: `sagebwd recipe | prepare | train | compare | doctor`.
 
 It starts quickly: torch, Megatron and matplotlib are imported where a command uses them, never for --help,
 --print-config or a mistake in a recipe.
@@ -30,7 +30,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0; 1 when an arm's process failed; 2 for a mistake of the user's."""
+    """Run one command. Returns the exit code: 0; 1 when an arm's process or the doctor's self-test failed; 2 for a
+    mistake of the user's."""
     parser = _build_parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse gives up positionals after the first option; overrides may stand anywhere.
@@ -64,7 +65,9 @@ def _log_to_stdout() -> None:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sagebwd", description=sys.modules["sagebwd"].__doc__)
-    commands = parser.add_subparsers(required=True, metavar="recipe | prepare | train | compare", parser_class=_Parser)
+    commands = parser.add_subparsers(
+        required=True, metavar="recipe | prepare | train | compare | doctor", parser_class=_Parser
+    )
 
     recipe = _command(commands, "recipe", _recipe, "prepare the data, train every unfinished arm, compare the arms")
     recipe.add_argument("--arms", metavar="A,B", type=_names, help="only these arms")
@@ -85,6 +88,10 @@ def _build_parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="compare the runs in a folder: a table, a picture, a report")
     compare.add_argument("folder", type=Path, metavar="DIR", help="the folder of a recipe's runs, such as runs/small")
     compare.set_defaults(command=_compare)
+
+    text = "versions, GPUs, which backend a call would get and why; then a self-test of the kernels"
+    doctor = commands.add_parser("doctor", help=text, description=text)
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
@@ -176,6 +183,12 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     compare.compare(arguments.folder)
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from sagebwd import doctor
+
+    return doctor.run()
 
 
 def _first_rank() -> bool:

@@ -17,15 +17,19 @@ import torch
 
 from sagebwd.attention import QuantConfig, triton_backend
 from sagebwd.kernels import tuning
-from sagebwd.kernels.tuning import Launch
+from sagebwd.kernels.benchmarks.shapes import TOKENS, WIDTH
+from sagebwd.kernels.tuning import KeyLaunch, Launch
 
-TOKENS, WIDTH = 16384, 2048  # tokens in all, heads x dim
+# The key kernel for dK and dV at once, for dK, and for dV.
+PARTS = {"backward_kv": (True, True), "backward_k": (True, False), "backward_v": (False, True)}
+KERNELS = ("forward", *PARTS, "backward_q")
+PINS = {name: getattr(tuning, name) for name in ("forward", "backward_kv", "backward_q")}
 
 
 def candidates(kernel: str) -> Iterator[tuple[QuantConfig, Launch]]:
     for block_q, block_k, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4)):
         config = QuantConfig(block_q=block_q, block_k=block_k)
-        own = block_k if kernel == "backward_kv" else block_q
+        own = block_k if kernel in PARTS else block_q
         for rows in {own, 128}:
             yield config, Launch(rows, warps, stages)
 
@@ -39,11 +43,18 @@ def stage(kernel: str, tensors: list[torch.Tensor], config: QuantConfig, causal:
     return lambda: triton_backend.backward(do, saved, **args)
 
 
-def pin(kernel: str, launch: Launch | None, default=dict(vars(tuning))) -> None:  # noqa: B006 (the pins as imported)
-    for name in ("forward", "backward_kv", "backward_q"):
-        setattr(tuning, name, default[name])
-    if launch is not None:
+def pin(kernel: str, launch: Launch | None) -> None:
+    """Launch `kernel` so, and the others as pinned; None: all as pinned. A part of the key kernel is launched alone."""
+    for name, pinned in PINS.items():
+        setattr(tuning, name, pinned)
+    if launch is not None and kernel in PARTS:
+        tuning.backward_kv = lambda *_: (KeyLaunch(launch, *PARTS[kernel]),)
+    elif launch is not None:
         setattr(tuning, kernel, lambda *_: launch)
+
+
+def compiled_name(kernel: str) -> str:
+    return "_backward_kv" if kernel in PARTS else f"_{kernel}"
 
 
 def compile_job(job: tuple[str, int, int, bool, QuantConfig, Launch, int]) -> str:
@@ -58,7 +69,7 @@ def compile_job(job: tuple[str, int, int, bool, QuantConfig, Launch, int]) -> st
             stage(kernel, tensors, config, causal)()
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return next(f"{c.registers} regs, {c.spilled} spilled" for c in compiled if c.name == f"_{kernel}")
+    return next(f"{c.registers} regs, {c.spilled} spilled" for c in compiled if c.name == compiled_name(kernel))
 
 
 def kernel_times(run: Callable[[], object], repeats: int = 12) -> dict[str, float]:
@@ -80,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--kernels", nargs="+", default=["forward", "backward_kv", "backward_q"])
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
     parser.add_argument("--causal", type=int, nargs="+", default=[0])
     options = parser.parse_args()
     capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
@@ -96,7 +107,7 @@ def main() -> None:
                 continue
             pin(kernel, job[5])
             try:
-                ms = kernel_times(stage(kernel, tensors, job[4], bool(causal)))[f"_{kernel}"]
+                ms = kernel_times(stage(kernel, tensors, job[4], bool(causal)))[compiled_name(kernel)]
             except Exception as error:
                 note = str(error).splitlines()[0][:60]
                 ms = float("inf")

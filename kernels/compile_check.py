@@ -1,0 +1,173 @@
+"""Compile every kernel for each generation of GPU, with no GPU: it compiles, spills little, fits in shared memory.
+
+    python -m sagebwd.kernels.compile_check [--arch 90 ...] [--full]     (or: make compile-check TRITON=3.6.0 FULL=1)
+
+Without --full, a few configurations that cover every value of every option, and every one by some GPU generation.
+Exit code 1 where a kernel does not compile or breaks a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+
+from sagebwd.attention import QuantConfig, triton_backend
+from sagebwd.kernels import tuning
+from sagebwd.kernels.compile_only import compile_only
+from sagebwd.kernels.packing import Packed
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+TENSOR_MEMORY = 512  # columns
+
+# Bytes a thread may keep in local memory because registers ran out, by kind of configuration (`kind`): about a quarter
+# more than was seen with Triton 3.6.0 and 3.7.1. Spills cost time, not correctness.
+SPILL_LIMIT = {
+    "plain": 440,
+    "project": 1000,
+    "smooth_q": 1000,
+    "blocks of 128": 2400,
+    "dim over 128": 1600,
+    "dim over 128, blocks of 128": 4800,
+}
+
+
+class Job(NamedTuple):
+    arch: int
+    dim: int
+    dtype: torch.dtype
+    mask: str  # full, causal or window
+    config: QuantConfig
+    packed: bool = False
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"sm_{self.arch} D={self.dim} {dtype} {self.mask}{' packed' * self.packed} ({self.config.summary()})"
+
+
+class Outcome(NamedTuple):
+    job: Job
+    kernels: list[tuple[str, int, int, int, int, int]]  # name, warps, stages, registers, bytes spilled, bytes shared
+    problems: list[str]
+    seconds: float
+
+
+def kind(job: Job) -> str:
+    big = "blocks of 128" if 128 in (job.config.block_q, job.config.block_k) else ""
+    wide = "dim over 128" if job.dim > 128 else ""
+    rule = "project" if job.config.project else "smooth_q" if job.config.smooth_q else "plain"
+    return ", ".join(filter(None, (wide, big))) or rule
+
+
+def subset(arch: int) -> list[Job]:
+    """The default at D = 128, and every third of the others: which ones, differs by architecture and Triton version."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    others = [
+        Job(arch, 64, bf16, "full", QuantConfig()),
+        Job(arch, 128, fp16, "full", QuantConfig(granularity="tile", delta="matched", smooth_k=False)),
+        Job(arch, 64, fp16, "window", QuantConfig(granularity="tile"), packed=True),
+        Job(arch, 72, bf16, "causal", QuantConfig(block_q=128, block_k=32, delta="matched")),
+        Job(arch, 64, bf16, "causal", QuantConfig(smooth_q=True), packed=True),
+        Job(arch, 128, bf16, "window", QuantConfig(block_q=32, block_k=128)),
+        Job(arch, 256, bf16, "causal", QuantConfig()),
+        Job(arch, 64, bf16, "causal", QuantConfig(project=True)),
+    ]
+    turn = ARCHITECTURES.index(arch) + int(triton.__version__.split(".")[1])
+    return [Job(arch, 128, bf16, "causal", QuantConfig()), *others[turn % 3 :: 3]]
+
+
+def full(arch: int) -> Iterator[Job]:
+    """Every value of every option with every other's at the default blocks; and every pair of blocks."""
+    options = ((64, 72, 128, 256), (torch.bfloat16, torch.float16), ("full", "causal", "window"), (False, True))
+    for dim, dtype, mask, packed in itertools.product(*options):
+        for rules in itertools.product(("row", "tile"), ("stale", "matched"), (True, False), (True, False)):
+            names = ("granularity", "delta", "smooth_k", "smooth_q")
+            yield Job(arch, dim, dtype, mask, QuantConfig(**dict(zip(names, rules, strict=True))), packed)
+    for dim, mask, granularity in itertools.product((64, 128, 256), ("full", "causal", "window"), ("row", "tile")):
+        yield Job(arch, dim, torch.bfloat16, mask, QuantConfig(granularity=granularity, project=True))
+    for dim, q, k, smooth_q in itertools.product((64, 128, 256), (32, 64, 128), (32, 64, 128), (False, True)):
+        yield Job(arch, dim, torch.bfloat16, "causal", QuantConfig(block_q=q, block_k=k, smooth_q=smooth_q))
+
+
+def check(job: Job) -> Outcome:
+    """Compiles all that forward and backward launch. A configuration that `tuning` refuses there is none."""
+    start = time.monotonic()
+    if tuning.refusal(job.arch, job.dim, job.config):
+        return Outcome(job, [], [], 0.0)
+    torch.set_num_threads(1)
+    q, do = (torch.zeros(1, 2, 256, job.dim, dtype=job.dtype) for _ in range(2))
+    k, v = (torch.zeros(1, 1, 256, job.dim, dtype=job.dtype) for _ in range(2))
+    args: dict = {"causal": job.mask != "full", "softmax_scale": 0.125, "config": job.config}
+    args["window"] = 100 if job.mask == "window" else None
+    if job.packed:
+        documents = torch.tensor([0, 128, 256], dtype=torch.int32)
+        args["packed"] = Packed(documents, documents, 128, 128)
+    try:
+        with compile_only(job.arch) as compiled:
+            _, saved = triton_backend.forward(q, k, v, **args)
+            triton_backend.backward(do, saved, **args)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+        return Outcome(job, [], [f"does not compile: {reason}"], time.monotonic() - start)
+    problems, limit, spill = [], tuning.SHARED_LIMIT.get(job.arch, tuning.SMALL), SPILL_LIMIT[kind(job)]
+    for c in compiled:
+        if c.shared > limit:
+            problems.append(f"{c.name} needs {c.shared:,} bytes of shared memory of {limit:,}")
+        if c.tensor > TENSOR_MEMORY:
+            problems.append(f"{c.name} needs {c.tensor} columns of tensor memory of {TENSOR_MEMORY}")
+        if c.spilled > spill:
+            problems.append(f"{c.name} spills {c.spilled:,} bytes a thread, and {kind(job)!r} may spill {spill:,}")
+    kernels = [(c.name.lstrip("_"), c.warps, c.stages, c.registers, c.spilled, c.shared) for c in compiled]
+    return Outcome(job, kernels, problems, time.monotonic() - start)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="compile_check", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--full", action="store_true", help="every configuration: some two hours on 2 cores")
+    options = parser.parse_args(argv)
+    jobs = [job for arch in options.arch for job in (full(arch) if options.full else subset(arch))]
+    workers = min(len(jobs), os.cpu_count() or 1)
+    print(f"Triton {triton.__version__}: {len(jobs)} configurations on {workers} cores", flush=True)
+    start = time.monotonic()
+    outcomes = []
+    # fork: the workers have torch and Triton already; the parent holds no GPU and no threads
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        for outcome in pool.imap_unordered(check, jobs, chunksize=1):
+            outcomes.append(outcome)
+            for problem in outcome.problems:
+                print(f"error: {outcome.job}: {problem}", flush=True)
+            if options.full and len(outcomes) % 50 == 0:
+                print(f"  {len(outcomes)} of {len(jobs)}, {time.monotonic() - start:.0f} s", flush=True)
+    _print_worst(outcomes)
+    broken = sum(bool(outcome.problems) for outcome in outcomes)
+    refused = sum(not outcome.kernels and not outcome.problems for outcome in outcomes)
+    print(f"{len(jobs) - broken - refused} good, {refused} refused before launch, {broken} broken, ", end="")
+    print(f"{time.monotonic() - start:.0f} s")
+    return 1 if broken else 0
+
+
+def _print_worst(outcomes: list[Outcome]) -> None:
+    """The worst of each kernel by architecture and kind of configuration."""
+    worst: dict[tuple[int, str, str], list[int]] = {}
+    for outcome in outcomes:
+        for name, _, _, *needs in outcome.kernels:
+            key = (outcome.job.arch, kind(outcome.job), name)
+            worst[key] = [max(pair) for pair in zip(worst.get(key, (0, 0, 0)), needs, strict=True)]
+    print("arch    configuration                kernel         registers  spilled, B   shared, B    of")
+    for (arch, of_kind, name), (registers, spilled, shared) in sorted(worst.items()):
+        if spilled or shared > 16 << 10:  # the rest is of no interest
+            limit = tuning.SHARED_LIMIT.get(arch, tuning.SMALL)
+            print(f"sm_{arch:<4} {of_kind:<28} {name:<14} {registers:>9} {spilled:>11,} {shared:>11,} {limit:>9,}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

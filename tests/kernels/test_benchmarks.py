@@ -1,0 +1,86 @@
+"""The benchmark's report, on made-up times; the measurement itself needs a GPU."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from sagebwd.kernels.benchmarks import gate, plot, report
+from sagebwd.kernels.benchmarks.measure import Measurement
+from sagebwd.kernels.benchmarks.peers import CUDNN, FLASH, SAGE
+from sagebwd.kernels.benchmarks.shapes import TOKENS, WIDTH, Shape, shapes
+from tests.conftest import HAS_GPU
+
+BENCH = [sys.executable, "-m", "sagebwd.kernels.benchmarks.bench"]
+
+
+def measured(attention: str, shape: Shape, ms: float) -> Measurement:
+    return Measurement(shape, attention, ms / 3, 2 * ms / 3, ms, 1 << 20, shape.batch * shape.length * 100)
+
+
+def table(ours: dict[int, float], flash: dict[int, float]) -> report.Table:
+    kind = Shape(64, True, 1, 0)
+    pairs = [(SAGE, ours), (FLASH, flash)]
+    return report.Table([measured(name, kind._replace(length=n), ms) for name, of in pairs for n, ms in of.items()])
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ({512: 2.0, 1024: 1.0, 2048: 1.0}, "1,024"),
+        ({512: 0.9, 1024: 0.9, 2048: 0.9}, "512"),
+        ({512: 0.9, 1024: 1.1, 2048: 0.9}, "2,048"),  # being faster below a length where it is slower does not count
+        ({512: 2.0, 1024: 2.0, 2048: 2.0}, report.NEVER),
+    ],
+)
+def test_break_even_is_the_length_from_which_on_it_is_at_least_as_fast(ours, expected):
+    made_up = table(ours, dict.fromkeys(ours, 1.0))
+    (kind,) = made_up.kinds().values()
+    assert made_up.break_even(FLASH, kind) == expected
+    assert made_up.break_even(CUDNN, kind) == "n/a"
+
+
+def test_the_files_hold_every_shape_and_say_what_is_missing(tmp_path):
+    grid = shapes(quick=False)
+    names = (SAGE, FLASH, CUDNN)
+    made_up = [measured(a, s, 1.0 + i) for s in grid for i, a in enumerate(names) if (a, s.group) != (CUDNN, 4)]
+    full = report.Table(made_up)
+    gates = [gate.Result(grid[0], a, dict.fromkeys(gate.NAMES, 1e-3), None, "", "") for a in names]
+    report.write_csv(tmp_path / "r.csv", full)
+    with (tmp_path / "r.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(made_up)
+    assert float(rows[0]["saved_bytes_per_token"]) == 100
+    text = report.markdown(full, gates, {"GPU": "Test GPU", "commit": "abc"}, {"flash-attn-4": "not installed"})
+    assert "- flash-attn-4: not installed." in text
+    assert text.count("### D=") == 8
+    assert "n/a" in text
+    assert "| commit | abc |" in text
+    plot.draw(tmp_path / "p.png", full, "title", "subtitle")
+    assert imread(tmp_path / "p.png").shape[1] == 1800
+
+
+def test_shapes_hold_the_same_work():
+    """A figure at one length is comparable with one at another."""
+    for shape in shapes(quick=False):
+        assert shape.heads * shape.dim == WIDTH
+        assert shape.heads == shape.kv_heads * shape.group
+        assert shape.batch * shape.length == max(TOKENS, shape.length)
+    assert set(shapes(quick=True)) < set(shapes(quick=False))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a GPU is here")
+def test_without_a_gpu_one_sentence():
+    answer = subprocess.run([*BENCH, "--quick"], capture_output=True, text=True, check=False)
+    assert answer.returncode == 2
+    assert answer.stderr == "error: the benchmark needs an NVIDIA GPU, and torch sees none here\n"
+    assert answer.stdout == ""
+
+
+def test_the_gate_names_what_is_off():
+    limits = dict.fromkeys(gate.NAMES, 1e-2)
+    assert gate._over(dict.fromkeys(gate.NAMES, 1e-3), limits, "x") == ""
+    assert "dk" in gate._over({"o": 1e-3, "dq": 0.0, "dk": torch.nan, "dv": 1e-3}, limits, "x")  # NaN is no pass
