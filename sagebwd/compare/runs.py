@@ -98,6 +98,7 @@ def _refuse_different_samples(folder: Path, one: Run, other: Run) -> None:
             "seed": run.recipe.seed,
             "train.tokens_per_step": run.recipe.train.tokens_per_step,
             "data.context": run.recipe.data.context,
+            "data.pack": run.recipe.data.pack,
             "evaluation.tokens": run.recipe.evaluation.tokens,
             "the prepared data's digest": run.meta.get("data_digest"),
         }

@@ -40,6 +40,18 @@ class PaddedVocabGPT(GPTModel):
         local = vocab_size // self.config.tensor_model_parallel_size
         self.valid_logits = min(max(true_vocab_size - self.pg_collection.tp.rank() * local, 0), local)
 
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> tuple:
+        """Megatron's own, but with packed documents RoPE's angles are each token's by its position_ids.
+
+        Megatron gives a table up to max_seqlen, which attention deals out: with kernels for every document (0.19), and
+        by place in the pack instead of in the document if the table happens to have as many rows as there are tokens.
+        [tokens, 1, 1, dim] is dealt out already, which is how 0.16 and 0.19 take it.
+        """
+        embedded, rotary, *rest = super()._preprocess(input_ids, position_ids, *args, **options)
+        if options.get("packed_seq_params") is not None:
+            rotary = rotary[position_ids.flatten()]
+        return embedded, rotary, *rest
+
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross-entropy [batch, tokens] in FP32 of logits [tokens, batch, padded vocabulary / TP]."""
         return super().compute_language_model_loss(labels, self.mask_padding(logits))
@@ -98,7 +110,8 @@ def build_model(recipe: Recipe, vocab_size: int, dtype: torch.dtype) -> PaddedVo
 
     vocab_size: the tokenizer's, before padding. Its weights depend on torch's CPU generator alone: seed it first.
     forward(tokens, position_ids, attention_mask=None, labels=labels), each [batch, context] int64, returns the loss of
-    every token, [batch, context] FP32.
+    every token, [batch, context] FP32. With packed_seq_params (see `documents`) each is [1, batch * context], and
+    position_ids restart with each document; without, they are not read.
     """
     return PaddedVocabGPT(
         true_vocab_size=vocab_size,

@@ -5,6 +5,7 @@ g // sequences_per_step; neither the number of ranks, nor the micro-batch, nor t
 token budget changes what g is. An epoch is a GPTDataset of its own, shuffled with a seed of its own, in which every
 token of the corpus occurs once (but the last few, too few for a sample). Documents follow one another in the token
 stream, each ended by eod, and samples are cut from it: a sample may hold the end of one and the beginning of another.
+data.pack changes no sample, only the positions in it: they restart after each eod.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from megatron.core.datasets.utils import Split
 from sagebwd.errors import UserError
 from sagebwd.tokenizer import Prepared
 from sagebwd.training.budget import plan
-from sagebwd.training.recipe import Recipe
+from sagebwd.training.recipe import Data, Recipe
 from sagebwd.whole_folder import make_whole
 
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, torch.Tensor]
 """CPU tensors of one micro-batch, each [sequences, context]: tokens, labels (the tokens one ahead) and position_ids
-int64, loss_mask float32 (1 where the label counts)."""
+(from 0 in a sequence; with data.pack in a document, or the part of one that a sequence holds) int64, loss_mask float32
+(1 where the label counts)."""
 
 
 def train_batches(
@@ -61,7 +63,7 @@ def train_batches(
         f"{per_epoch:,}",
     )
     seeds = [_epoch_seed(recipe.seed, epoch) for epoch in epochs]
-    datasets = dict(zip(epochs, _datasets(prepared, Split.train, context, seeds), strict=True))
+    datasets = dict(zip(epochs, _datasets(recipe.data, prepared, Split.train, seeds), strict=True))
 
     def micro_batches() -> Iterator[Batch]:
         for step in range(start_step, schedule.steps):
@@ -97,7 +99,7 @@ def validation_batches(recipe: Recipe, prepared: Prepared, *, dp_rank: int, dp_s
             f"{recipe.evaluation.tokens}: {f'lower it to {fit}, or ' if fit else ''}raise data.validation_fraction "
             f"above {recipe.data.validation_fraction}"
         )
-    (dataset,) = _datasets(prepared, Split.valid, context, [_epoch_seed(recipe.data.split_seed, 0)])
+    (dataset,) = _datasets(recipe.data, prepared, Split.valid, [_epoch_seed(recipe.data.split_seed, 0)])
     mine = range(dp_rank * share, (dp_rank + 1) * share)
     return [_stack(dataset[index] for index in mine[at : at + micro_batch]) for at in range(0, share, micro_batch)]
 
@@ -130,8 +132,9 @@ def _epoch_seed(seed: int, epoch: int) -> int:
     return int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
 
 
-def _datasets(prepared: Prepared, split: Split, context: int, seeds: list[int]) -> list[GPTDataset]:
+def _datasets(data: Data, prepared: Prepared, split: Split, seeds: list[int]) -> list[GPTDataset]:
     """One pass over the split for each seed. Rank 0 builds the index files, then all ranks read them."""
+    context = data.context
     prefix = prepared.train_prefix if split is Split.train else prepared.validation_prefix
     tokens = IndexedDataset(str(prefix))
     folders = [
@@ -152,7 +155,7 @@ def _datasets(prepared: Prepared, split: Split, context: int, seeds: list[int]) 
                 blend_per_split=[([str(prepared.train_prefix)], None), ([str(prepared.validation_prefix)], None), None],
                 path_to_cache=str(folder),
                 tokenizer=_Tokenizer(prepared.vocab_size, prepared.eod_id, prepared.pad_id, {"data": prepared.digest}),
-                reset_position_ids=False,
+                reset_position_ids=data.pack,
                 reset_attention_mask=False,
                 eod_mask_loss=False,
                 create_attention_mask=False,  # causal, which the attention module knows

@@ -66,6 +66,7 @@ class Quant(Section):
     delta: Literal["stale", "matched"] = QuantConfig.delta
     smooth_k: bool = QuantConfig.smooth_k
     smooth_q: bool = QuantConfig.smooth_q
+    project: bool = QuantConfig.project
 
     @model_validator(mode="after")
     def _valid(self) -> Quant:
@@ -87,6 +88,10 @@ class Data(Section):
     text_key: str = Field("text", description="the key of a .jsonl line that holds the document")
     vocab_size: Positive = Field(4096, description="pieces of the SentencePiece model, before padding for TP")
     context: Positive = Field(256, description="tokens of a training sequence")
+    pack: bool = Field(
+        False,
+        description="no token attends to another document of its sample, and positions restart at each document",
+    )
     validation_fraction: float = Field(0.05, gt=0, lt=1, description="share of the documents held out, by document")
     split_seed: int = Field(0, ge=0, description="shuffles the documents before the split: one split for every `seed`")
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, distributed
 
 from sagebwd.megatron.core_attention import backend_that_ran
+from sagebwd.megatron.documents import packed_documents
 from sagebwd.megatron.model import build_model, parameter_counts
 from sagebwd.tokenizer import Prepared
 from sagebwd.training import budget, checkpoint, metrics, run_folder, world
@@ -189,9 +190,19 @@ class _Arm:
         )
 
     def _forward(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
-        batch = self._to_device(next(batches))
-        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return losses, partial(_loss, batch["loss_mask"])
+        losses, mask = self._losses(model, next(batches))
+        return losses, partial(_loss, mask)
+
+    def _losses(self, model: DistributedDataParallel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Every token's loss and its mask: [sequences, context], or [1, tokens] where documents are packed."""
+        packed = None
+        if self.recipe.data.pack:
+            packed = packed_documents(batch["position_ids"], self.here.device)
+            batch = {name: value.view(1, -1) for name, value in batch.items()}
+        batch = self._to_device(batch)
+        tokens, positions, labels = batch["tokens"], batch["position_ids"], batch["labels"]
+        losses = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
+        return losses, batch["loss_mask"]
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.here.device.type == "cpu":
@@ -204,9 +215,9 @@ class _Arm:
         model = self.state.model
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.here.device)
-        for batch in map(self._to_device, self.validation):
-            losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-            total += _loss(batch["loss_mask"], losses)[2]
+        for batch in self.validation:
+            losses, mask = self._losses(model, batch)
+            total += _loss(mask, losses)[2]
         distributed.all_reduce(total, group=self.data_group)
         model.train()
         loss_sum, tokens = total.tolist()

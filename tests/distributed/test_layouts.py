@@ -1,5 +1,6 @@
 """The same training on other layouts of ranks, through torchrun with gloo."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from tests.training.runs import ARMS, logged, tiny_recipe
 pytest_plugins = ("tests.small_corpus",)
 STEPS = 20
 LAYOUTS = {"tp2": (2, 2), "dp2": (2, 1), "tp2_dp2": (4, 2)}  # ranks, tensor-parallel size
+PACKED = "sagebwd-packed"  # an arm of packed documents, in the layouts tp1 and tp2
 PROGRAM = Path(__file__).with_name("program.py")
 
 Run = Callable[[str, int, int], Path]
@@ -32,15 +34,17 @@ def run(small_data: Data, prepared: Prepared, tmp_path_factory: pytest.TempPathF
     """Train the arms on `ranks` ranks with the TP size `tensor`; runs of one layout happen once."""
     root = tmp_path_factory.mktemp("layouts")
 
-    def start(name: str, ranks: int, tensor: int, arms: tuple[str, ...] = ARMS) -> Path:
+    def start(name: str, ranks: int, tensor: int, arms: tuple[str, ...] | None = None) -> Path:
         recipes, runs = root / f"recipes_{name}", root / name
         if recipes.exists():
             return runs
         recipes.mkdir()
-        for arm in arms:
+        for arm in arms or (*ARMS, *([PACKED] if name in ("tp1", "tp2") else [])):
+            kind, _, pack = arm.partition("-")
+            data = small_data.model_copy(update={"pack": bool(pack)})
             # What differs in the last bit can round to another integer of 8: noise of some 1e-6 in SageBwd's loss over
             # so many tokens, and more over fewer. It does not grow from step to step.
-            recipe = tiny_recipe(small_data, arm, steps=STEPS, tokens_per_step=4096, micro_batch=32, tensor=tensor)
+            recipe = tiny_recipe(data, kind, steps=STEPS, tokens_per_step=4096, micro_batch=32, tensor=tensor)
             (recipes / f"{arm}.json").write_text(recipe.model_dump_json())
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         answer = subprocess.run(
@@ -58,8 +62,7 @@ def run(small_data: Data, prepared: Prepared, tmp_path_factory: pytest.TempPathF
     return start
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(("arm", "layout"), [*itertools.product(ARMS, LAYOUTS), (PACKED, "tp2")])
 def test_losses_do_not_depend_on_the_layout(run: Run, arm: str, layout: str) -> None:
     one, other = logged(run("tp1", 1, 1) / arm), logged(run(layout, *LAYOUTS[layout]) / arm)
     assert [step for step, _ in other.scalars["train/loss"]] == list(range(1, STEPS + 1))

@@ -30,14 +30,16 @@ def run(folder: Path, recipe: Recipe, prepared: Prepared) -> Logged:
     return logged(folder)
 
 
-def test_both_arms_learn_alike(small_data: Data, prepared: Prepared, tmp_path: Path) -> None:
-    fpa = run(tmp_path / "fpa", recipe(small_data, "fpa"), prepared)
-    sagebwd = run(tmp_path / "sagebwd", recipe(small_data, "sagebwd"), prepared)
+@pytest.mark.parametrize("pack", [False, True])
+def test_both_arms_learn_alike(small_data: Data, prepared: Prepared, tmp_path: Path, pack: bool) -> None:
+    data = small_data.model_copy(update={"pack": pack})
+    fpa = run(tmp_path / "fpa", recipe(data, "fpa"), prepared)
+    sagebwd = run(tmp_path / "sagebwd", recipe(data, "sagebwd"), prepared)
     losses = fpa.values("train/loss")
     assert losses[-1] < losses[0] - 0.3
     assert sagebwd.values("train/loss") == pytest.approx(losses, abs=0.05)
     metas = {arm: run_folder.meta(tmp_path / arm) for arm in ("fpa", "sagebwd")}
-    assert metas["fpa"]["backend"].startswith("SDPA ")
+    assert metas["fpa"]["backend"].startswith("varlen_attn " if pack else "SDPA ")
     assert metas["sagebwd"]["backend"] == "triton"
     assert all(meta["precision"] == "bf16" for meta in metas.values())
     assert fpa.values("perf/memory_gib")[-1] > 0

@@ -1,9 +1,11 @@
 """Megatron's core-attention contract: shapes, strides and groups as Megatron hands them over, and what is refused."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -13,6 +15,7 @@ from sagebwd.megatron.core_attention import SageBwdCoreAttention, SDPACoreAttent
 
 TOKENS, BATCH, HEADS, GROUPS, DIM = 48, 2, 4, 2, 16
 QUANT = QuantConfig(granularity="tile", block_q=16)
+ENDS = [0, 1, 20, 20, TOKENS]  # of packed documents: a token, 19, none, and the rest
 
 
 def build(kind: str, config: dict[str, Any] | None = None, **keywords: Any) -> torch.nn.Module:
@@ -58,6 +61,30 @@ def test_grouped_heads_and_a_strided_value(kind: str, error: float, mask_type: A
     assert (out - expected).norm() < error * expected.norm()
 
 
+def documents(ends: list[int] = ENDS, **change: Any) -> PackedSeqParams:
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+    fields = {"qkv_format": "thd", "max_seqlen_q": ends[-1], "max_seqlen_kv": ends[-1]}
+    return PackedSeqParams(**fields | {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens} | change)
+
+
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize("kind", ["fpa", "sagebwd"])
+def test_packed_documents_equal_each_by_itself(kind: str, mask_type: AttnMaskType) -> None:
+    """Bitwise, forward and backward."""
+    core = build(kind, attn_mask_type=mask_type)
+    packed = [x[:, 0].detach().requires_grad_() for x in qkv()]  # [tokens, heads, dim], the value strided
+    alone = [x.detach().requires_grad_() for x in packed]
+    out = core(*packed, None, packed_seq_params=documents())
+    parts = [core(*(x[start:end, None] for x in alone), None)[:, 0] for start, end in pairwise(ENDS) if end > start]
+    assert out.shape == (TOKENS, HEADS * DIM)
+    assert torch.equal(out, torch.cat(parts))
+    do = torch.randn_like(out)
+    out.backward(do)
+    torch.cat(parts).backward(do)
+    for ours, theirs in zip(packed, alone, strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("kind", ["fpa", "sagebwd"])
 def test_the_causal_type_does_not_read_the_mask(kind: str) -> None:
     q, k, v = qkv()
@@ -80,8 +107,9 @@ def test_sdpa_takes_the_scale() -> None:
     torch.testing.assert_close(out.double(), exact(q, k, v, causal=True, scale=0.5), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("kind", ["fpa", "sagebwd"])
-def test_heads_do_not_see_each_other(kind: str) -> None:
+def test_heads_do_not_see_each_other(kind: str, pack: bool) -> None:
     """Bitwise, forward and backward: so tensor parallelism, which shards the heads, changes nothing."""
     q, k, v = qkv()
     do = torch.randn(TOKENS, BATCH, HEADS, DIM)
@@ -89,8 +117,12 @@ def test_heads_do_not_see_each_other(kind: str) -> None:
     def run(half: slice) -> list[Tensor]:
         group = slice(half.start * GROUPS // HEADS, half.stop * GROUPS // HEADS)
         parts = [x.clone().requires_grad_() for x in (q[:, :, half], k[:, :, group], v[:, :, group])]
-        out = build(kind)(*parts, None)
-        out.backward(do[:, :, half].flatten(2))
+        if pack:
+            packed = (x.flatten(0, 1) for x in parts)
+            out = build(kind)(*packed, None, packed_seq_params=documents([0, 20, TOKENS * BATCH]))
+        else:
+            out = build(kind)(*parts, None).flatten(0, 1)
+        out.backward(do[:, :, half].reshape(out.shape))
         return [out.view(TOKENS, BATCH, -1, DIM), *(x.grad for x in parts)]
 
     whole, first, second = run(slice(0, HEADS)), run(slice(0, HEADS // 2)), run(slice(HEADS // 2, HEADS))
@@ -120,7 +152,8 @@ def test_options_that_are_not_honoured_are_refused(kind: str, config: dict, keyw
     ("mask", "keywords", "names"),
     [
         (None, {"attention_bias": torch.zeros(1)}, "attention_bias"),
-        (None, {"packed_seq_params": object()}, "packed"),
+        (None, {"packed_seq_params": documents(qkv_format="sbhd")}, "qkv_format='sbhd'"),
+        (None, {"packed_seq_params": documents(cu_seqlens_q_padded=torch.tensor(ENDS))}, "cu_seqlens_q_padded"),
         (None, {"attn_mask_type": AttnMaskType.padding}, "attn_mask_type=padding"),
         (torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bool), {"attn_mask_type": AttnMaskType.no_mask}, "arbitrary"),
     ],
@@ -134,6 +167,19 @@ def test_sdpa_refuses_a_causal_mask_that_it_would_align_top_left() -> None:
     q, k, v = qkv()
     with pytest.raises(ValueError, match="32 queries and 48 keys"):
         build("fpa")(q[:32], k, v, None)
+
+
+@pytest.mark.parametrize(
+    ("packed", "names"),
+    [
+        (documents(ENDS[:-1]), "all 48 tokens"),
+        (documents([0, 30, 20, TOKENS]), "rise from 0"),
+        (documents(cu_seqlens_kv=torch.tensor([0, TOKENS])), "other keys than queries"),
+    ],
+)
+def test_sdpa_refuses_documents_that_its_kernel_would_not_compute(packed: PackedSeqParams, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        build("fpa")(*(x[:, 0] for x in qkv()), None, packed_seq_params=packed)
 
 
 def test_the_backend_that_ran_is_known() -> None:
@@ -155,7 +201,40 @@ def test_sdpa_uses_a_fused_kernel_on_a_gpu(batch: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "error"), [("fpa", 0.01), ("sagebwd", 0.05)])
+def test_packed_documents_on_a_gpu_and_no_waiting_for_it(kind: str, error: float) -> None:
+    shapes = [(TOKENS, heads, 64) for heads in (HEADS, GROUPS, GROUPS)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    do = torch.randn(TOKENS, HEADS * 64, device="cuda", dtype=torch.bfloat16)
+    core = build(kind)
+    pinned = documents().cu_seqlens_q.pin_memory()
+
+    def run() -> tuple[Tensor, ...]:
+        out = core(q, k, v, None, packed_seq_params=documents(cu_seqlens_q=pinned, cu_seqlens_kv=pinned))
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), do)
+
+    run()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exactly = [x.detach().cpu().double().requires_grad_() for x in (q, k, v)]
+    parts = [
+        exact(*(x[start:end, None] for x in exactly), causal=True, scale=64**-0.5)[:, 0]
+        for start, end in pairwise(ENDS)
+        if end > start
+    ]
+    out = torch.cat(parts)
+    expected = out.detach(), *torch.autograd.grad(out, exactly, do.cpu().double())
+    for ours, theirs in zip(results, expected, strict=True):
+        assert (ours.cpu() - theirs).norm() < error * theirs.norm()
+
+
+@pytest.mark.gpu
 def test_sdpa_never_falls_back_to_math_on_a_gpu() -> None:
     q, k, v = (torch.randn(64, 1, heads, 64, device="cuda") for heads in (HEADS, GROUPS, GROUPS))
     with pytest.raises(ValueError, match="bf16"):
         build("fpa")(q, k, v, None)
+    with pytest.raises(ValueError, match=r"FlashAttention, which does not take torch\.float32"):
+        build("fpa")(q[:TOKENS, 0], k[:TOKENS, 0], v[:TOKENS, 0], None, packed_seq_params=documents())

@@ -149,6 +149,7 @@ def test_the_newest_two_are_kept(small_data: Data, prepared: Prepared, tmp_path:
 CHANGES = {
     "model.layers": {"model": {"layers": 3}},
     "data.vocab_size": {"data": {"vocab_size": 600}},
+    "data.pack": {"data": {"pack": True}},
     "attention.kind": {"attention": {"kind": "fpa"}},
     "attention.quant.granularity": {"attention": {"quant": {"granularity": "tile"}}},
     "train.tokens_per_step": {"train": {"tokens_per_step": 512}},

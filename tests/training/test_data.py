@@ -39,7 +39,9 @@ def with_train(recipe: Recipe, **change: int) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=change)})
 
 
-def steps(recipe: Recipe, prepared: Prepared, dp_size: int = 1, start_step: int = 0) -> list[list[tuple[int, ...]]]:
+def steps(
+    recipe: Recipe, prepared: Prepared, dp_size: int = 1, start_step: int = 0, of: str = "tokens"
+) -> list[list[tuple[int, ...]]]:
     """The sequences of each step's global batch, sorted."""
     accumulation = IN_STEP // (recipe.train.micro_batch * dp_size)
     ranks = [
@@ -49,10 +51,7 @@ def steps(recipe: Recipe, prepared: Prepared, dp_size: int = 1, start_step: int 
     assert all(len(batch["tokens"]) == recipe.train.micro_batch for batches in ranks for batch in batches)
     return [
         sorted(
-            tuple(row.tolist())
-            for batches in ranks
-            for batch in batches[at : at + accumulation]
-            for row in batch["tokens"]
+            tuple(row.tolist()) for batches in ranks for batch in batches[at : at + accumulation] for row in batch[of]
         )
         for at in range(0, len(ranks[0]), accumulation)
     ]
@@ -81,6 +80,34 @@ def test_the_global_batch_of_a_step_is_the_same_for_any_layout(
     recipe: Recipe, prepared: Prepared, dp_size: int, micro_batch: int
 ) -> None:
     assert steps(with_train(recipe, micro_batch=micro_batch), prepared, dp_size) == steps(recipe, prepared)
+
+
+@pytest.fixture(scope="module")
+def packed(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"pack": True})})
+
+
+def test_packing_restarts_the_positions_after_each_document_and_changes_nothing_else(
+    recipe: Recipe, packed: Recipe, prepared: Prepared
+) -> None:
+    def batches(recipe: Recipe) -> list[Batch]:
+        train = train_batches(recipe, prepared, dp_rank=0, dp_size=1)
+        return [*train, *validation_batches(recipe, prepared, dp_rank=0, dp_size=1)]
+
+    documents = 0
+    for ours, theirs in zip(batches(packed), batches(recipe), strict=True):
+        for tokens, positions in zip(ours["tokens"], ours["position_ids"], strict=True):
+            begins = [0] + [at + 1 for at, token in enumerate(tokens[:-1]) if token == prepared.eod_id]
+            assert positions.tolist() == [at - max(b for b in begins if b <= at) for at in range(CONTEXT)]
+            documents += len(begins) - 1
+        assert equal(ours | {"position_ids": theirs["position_ids"]}, theirs)
+    assert documents > 5
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch"), [(1, 8), (2, 4), (8, 1)])
+def test_the_layout_changes_no_position(packed: Recipe, prepared: Prepared, dp_size: int, micro_batch: int) -> None:
+    run = with_train(packed, micro_batch=micro_batch)
+    assert steps(run, prepared, dp_size, of="position_ids") == steps(packed, prepared, of="position_ids")
 
 
 @pytest.mark.parametrize("start_step", [1, 7, 19, 20])

@@ -67,9 +67,11 @@ def test_the_schedule_warms_up_and_follows_a_cosine(small_data: Data, prepared: 
     assert rates == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_micro_batch_changes_nothing(small_data: Data, prepared: Prepared, tmp_path: Path) -> None:
-    small = run(tmp_path / "small", recipe(small_data, micro_batch=2), prepared)
-    large = run(tmp_path / "large", recipe(small_data, micro_batch=16), prepared)
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_micro_batch_changes_nothing(small_data: Data, prepared: Prepared, tmp_path: Path, pack: bool) -> None:
+    data = small_data.model_copy(update={"pack": pack})
+    small = run(tmp_path / "small", recipe(data, micro_batch=2), prepared)
+    large = run(tmp_path / "large", recipe(data, micro_batch=16), prepared)
     for tag in ("train/loss", "train/grad_norm", "validation/loss"):
         assert small.values(tag) == pytest.approx(large.values(tag), abs=2e-5)
 
