@@ -6,11 +6,9 @@ import json
 import os
 import platform
 import resource
-import subprocess
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from sagebwd import machine
 from sagebwd.training.budget import Plan
 from sagebwd.training.run_folder import META
 
@@ -107,9 +106,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("torch", "triton", "megatron-core", "numpy", "sagebwd")},
-        "commit": _commit(),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
     }
 
 
@@ -126,13 +124,3 @@ def _cpu_name() -> str:
     except OSError:
         return platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _commit() -> str | None:
-    """The commit of the working tree that this code lies in, "-dirty" if changed since; None outside one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:  # no git here
-        return None
-    return answer.stdout.strip() or None
