@@ -106,7 +106,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
-        "versions": machine.versions(),
+        "versions": machine.versions() | {"torch": torch.__version__},  # a PyPI build hides CUDA in its metadata
         "commit": machine.commit(),
     }
 
