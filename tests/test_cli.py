@@ -170,8 +170,7 @@ def test_a_killed_arm_is_named_the_other_goes_on_and_the_same_command_resumes(ti
     command += ["checkpoint.every_steps=10", "evaluation.every_steps=100"]
     log = here / "runs" / "killed" / "fpa" / "log.txt"
     with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        checkpoints = log.parent / "checkpoints"
-        wait_for(lambda: checkpoints.is_dir() and any(checkpoints.glob("step_*")), process)
+        wait_for((log.parent / "checkpoints" / "latest").exists, process)  # written last
         os.kill(child_of(process.pid), signal.SIGKILL)
         output, errors = process.communicate()
     assert process.returncode == 1
