@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd.attention import QuantConfig, reference
+from sagebwd.attention.error_table import errors
 from sagebwd.kernels.packing import Packed
 from tests.attention.helpers import NAMES, assert_close, inputs, rel_l2, run, truth
 
@@ -30,7 +32,12 @@ def test_without_rounding_the_formulas_are_attention_in_float64(causal, window, 
     args = {"causal": causal, "softmax_scale": 0.25, "config": config, "window": window, "exact": True}
     o, saved = reference.forward(q, k, v, **args)
     grads = reference.backward(do, v, o, saved, n=70, **args)
-    assert_close((o, *grads), truth(q, k, v, do, causal, window=window), 1e-13)
+    mask = torch.ones(50, 70, dtype=torch.bool)
+    mask = mask.tril(70 - 50) if causal else mask
+    mask = mask if window is None else mask.triu(70 - 50 - window)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sdpa = scaled_dot_product_attention(*leaves, attn_mask=mask, scale=0.25, enable_gqa=True)
+    assert_close((o, *grads), (sdpa, *torch.autograd.grad(sdpa, leaves, do)), 1e-13)
 
 
 def test_packed_documents_are_attention_within_each():
@@ -48,25 +55,20 @@ def test_packed_documents_are_attention_within_each():
     assert_close((o, *grads), (expected, *torch.autograd.grad(expected, (q, k, v), do)), 1e-13)
 
 
-def table_1(sigma: float, granularity: str) -> tuple[float, ...]:
-    """Table 1's inputs; length, dim and mask are ours (the paper states none): 512, 64, causal."""
-    q, k = torch.randn(2, 1, 16, 512, 64) * sigma
-    v, do = torch.randn(2, 1, 16, 512, 64)
-    actual = run(q, k, v, do, causal=True, config=QuantConfig(granularity=granularity))
-    return tuple(rel_l2(a, t) for a, t in zip(actual, truth(q, k, v, do, True), strict=True))
-
-
 @pytest.mark.parametrize("sigma", PAPER)
 @pytest.mark.parametrize("granularity", ["tile", "row"])
 def test_errors_are_those_of_table_1(sigma, granularity):
-    for name, error, paper in zip(NAMES, table_1(sigma, granularity), PAPER[sigma], strict=True):
-        assert error == pytest.approx(paper, rel=0.1), name
+    ours = errors(QuantConfig(granularity=granularity), sigma)
+    for name, error, paper in zip(NAMES, ours, PAPER[sigma], strict=True):
+        assert error.rel_l2 == pytest.approx(paper, rel=0.1), name
+        assert error.cos_sim == pytest.approx(1 - error.rel_l2**2 / 2, abs=0.02), name  # as for independent noise
 
 
 @pytest.mark.parametrize("granularity", SIGMA_1)
 def test_at_sigma_1_one_scale_a_row_halves_the_error(granularity):
-    for name, error, stated in zip(NAMES, table_1(1.0, granularity), SIGMA_1[granularity], strict=True):
-        assert error == pytest.approx(stated, rel=0.1), name
+    stated = SIGMA_1[granularity]
+    for name, error, expected in zip(NAMES, errors(QuantConfig(granularity=granularity), 1.0), stated, strict=True):
+        assert error.rel_l2 == pytest.approx(expected, rel=0.1), name
 
 
 def test_smoothing_takes_a_key_offset_out_of_the_error():
