@@ -52,7 +52,6 @@ class Recorder(AbstractContextManager):
             dynamic_ncols=True,
             disable=not sys.stderr.isatty(),
         )
-        self.validation_loss = float("nan")
 
     def __exit__(self, *error: Any) -> None:
         self.bar.close()
