@@ -14,7 +14,7 @@ from sagebwd.attention import QuantConfig, sage_attention
 from sagebwd.megatron.core_attention import SageBwdCoreAttention, SDPACoreAttention, backend_that_ran
 
 TOKENS, BATCH, HEADS, GROUPS, DIM = 48, 2, 4, 2, 16
-QUANT = QuantConfig(granularity="tile", block_q=16)
+QUANT = QuantConfig(granularity="tile", block_q=32)  # not the default; 32 is the least on a GPU
 ENDS = [0, 1, 20, 20, TOKENS]  # of packed documents: a token, 19, none, and the rest
 
 
