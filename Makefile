@@ -14,7 +14,7 @@ ifeq ($(origin PY),file)
   READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup test lint compare bench doctor compile-check tensorboard clean
+.PHONY: help setup test lint compare bench doctor compile-check sanitize tensorboard clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -48,6 +48,13 @@ doctor: $(READY) ## what is installed, which backend a call gets here and why, a
 
 compile-check: $(READY) $(TRITON:%=$(VENV)/triton-%/.ready) ## compile the kernels for six GPU generations, without a GPU
 	PYTHONPATH=$(TRITON:%=$(VENV)/triton-%) $(PY) -m sagebwd.kernels.compile_check $(if $(FULL),--full) $(ARGS)
+
+# Allocations of their own, so that a read past a tensor's end is past an allocation's.
+sanitize: $(READY) ## compute-sanitizer over every kernel (needs an NVIDIA GPU and the CUDA toolkit)
+	$(PY) -m sagebwd.kernels.every_kernel
+	for tool in memcheck racecheck synccheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(PY) -m sagebwd.kernels.every_kernel || exit 1; done
 
 $(VENV)/triton-%/.ready:
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) triton==$*

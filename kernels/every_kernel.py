@@ -1,0 +1,86 @@
+"""Run every kernel once, forward and backward, on small odd shapes: `make sanitize` has compute-sanitizer watch it.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m sagebwd.kernels.every_kernel
+
+Values are checked elsewhere (tests/gpu); this program has one purpose: every load and store of every configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from sagebwd.attention import QuantConfig, triton_backend
+from sagebwd.kernels.packing import Packed
+
+
+class Case(NamedTuple):
+    dim: int
+    causal: bool
+    config: QuantConfig
+    window: int | None = None
+    packed: bool = False
+    m: int = 200
+    n: int = 300
+
+
+RULES = {
+    "row": QuantConfig(),
+    "tile, matched": QuantConfig(granularity="tile", delta="matched"),
+    "blocks of 128": QuantConfig(block_q=128, block_k=128),
+    "blocks of 32": QuantConfig(block_q=32, block_k=32, delta="matched"),
+    "smooth_q": QuantConfig(smooth_q=True),
+    "project": QuantConfig(project=True),
+    "project, tile": QuantConfig(project=True, granularity="tile", smooth_k=False),
+}
+
+
+def cases() -> list[Case]:
+    rules = [
+        Case(dim, causal, config) for dim, causal, config in itertools.product((64, 128), (True, False), RULES.values())
+    ]
+    masks = [Case(64, True, config, window=70) for config in (RULES["row"], RULES["smooth_q"])]
+    documents = [
+        Case(64, True, config, window, packed=True)
+        for config, window in itertools.product((RULES["row"], RULES["smooth_q"], RULES["project"]), (None, 70))
+    ]
+    dims = [Case(dim, True, RULES["row"]) for dim in (32, 72, 256)]
+    lengths = [Case(dim, True, RULES["row"], m=m, n=n) for dim in (64, 128) for m, n in ((1, 1), (257, 65), (512, 512))]
+    return [*rules, *masks, *documents, *dims, *lengths]
+
+
+def run(case: Case) -> None:
+    def new(heads: int, tokens: int) -> torch.Tensor:
+        """Strided as Megatron's [tokens, batch, heads, dim] is."""
+        x = torch.randn(tokens, 1, heads, case.dim, device="cuda", dtype=torch.bfloat16)
+        return x.permute(1, 2, 0, 3)
+
+    q, k, v, do = new(4, case.m), new(2, case.n), new(2, case.n), new(4, case.m)
+    args: dict = {"causal": case.causal, "softmax_scale": case.dim**-0.5, "config": case.config}
+    args["window"] = case.window
+    if case.packed:
+        cu_q, cu_k = (
+            torch.tensor(ends, dtype=torch.int32, device="cuda") for ends in ([0, 1, 1, 130, 200], [0, 5, 9, 9, 300])
+        )
+        args["packed"] = Packed(cu_q, cu_k, 129, 291)
+    _, saved = triton_backend.forward(q, k, v, **args)
+    triton_backend.backward(do, saved, **args)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "OF"), help="every OF-th, from I on")
+    first, step = parser.parse_args().part
+    torch.manual_seed(0)
+    part = cases()[first::step]
+    for case in part:
+        run(case)
+    print(f"{len(part)} configurations ran on {torch.cuda.get_device_name()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
