@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
-from sagebwd.kernels.common import SLOT, document, key_range, quantise_left, query_range, visible
+from sagebwd.kernels.common import SLOT, document, fragment_order, key_range, quantise_left, query_range, visible
 from sagebwd.kernels.forward import mean_logits
 from sagebwd.kernels.packing import Tables
 from sagebwd.kernels.quantise import Quantised
@@ -24,7 +24,7 @@ from sagebwd.kernels.quantise import Quantised
 @triton.jit
 def _query_tiles(
     dk, dv, keys, values, k_factor, lo, hi, kv_cols,
-    q_hat, q_columns, q_scale, q_mean, do_columns, do_scale, lse2, delta, multiple, do, do_m, do_d,
+    q_hat, q_columns, q_scale, q_mean, do_columns, do_scale, statistics, multiple, do, do_m, do_d,
     k, k_mean, k_n, k_d, d, m, n, m_pad, window, factor,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, PER_ROW: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -41,28 +41,32 @@ def _query_tiles(
         if q_mean is not None:
             mean = tl.load(q_mean + start // BM * DP + d)
             s += mean_logits(mean, k, k_mean, kv_cols, d, n, k_n, k_d, factor, D)[:, None]
-        p = tl.math.exp2(s - tl.load(lse2 + rows)[None, :])
+        # As many numbers as threads: each is loaded once, and not by every thread that will use it.
+        lse2, delta = tl.split(tl.load(statistics + rows[:, None] * 2 + tl.arange(0, 2)[None, :]))
+        p = tl.math.exp2(s - lse2[None, :])
         if MASKED:
             p = tl.where(visible(rows[None, :], kv_cols[:, None], m, n, window, CAUSAL), p, 0.0)
         if DV or multiple is not None:
             p_hat, p_scale = quantise_left(p, PER_ROW)
         if DV:
             grads = tl.load(do_columns + d[:, None] * m_pad + rows[None, :])
-            part = tl.dot(p_hat, tl.trans(grads), out_dtype=tl.int32).to(tl.float32)
+            part = tl.dot(fragment_order(p_hat), tl.trans(grads), out_dtype=tl.int32).to(tl.float32)
             dv += part * (p_scale * tl.load(do_scale + start // BM))
         if DK:
             at = do + rows.to(tl.int64)[:, None] * do_m + d.to(tl.int64)[None, :] * do_d
             grads16 = tl.load(at, mask=(rows < m)[:, None] & (d < D)[None, :], other=0.0)
             dp = tl.dot(values, tl.trans(grads16), input_precision="ieee")
-            ds = p * (dp - tl.load(delta + rows)[None, :])
+            ds = p * (dp - delta[None, :])
             ds_hat, ds_scale = quantise_left(ds, PER_ROW)
             queries = tl.load(q_columns + d[:, None] * m_pad + rows[None, :])
-            part = tl.dot(ds_hat, tl.trans(queries), out_dtype=tl.int32).to(tl.float32)
+            part = tl.dot(fragment_order(ds_hat), tl.trans(queries), out_dtype=tl.int32).to(tl.float32)
             dk += part * (ds_scale * q_scale_tile)
             if multiple is not None:
-                shadow = queries.to(tl.float32) * tl.load(multiple + rows)[None, :]  # lambda Q^, transposed
+                shadow = queries.to(tl.float32) * fragment_order(
+                    tl.load(multiple + rows)[None, :]
+                )  # lambda Q^, transposed
                 shadow, shadow_scale = quantise_left(shadow, False)
-                part = tl.dot(p_hat, tl.trans(shadow), out_dtype=tl.int32).to(tl.float32)
+                part = tl.dot(fragment_order(p_hat), tl.trans(shadow), out_dtype=tl.int32).to(tl.float32)
                 dk -= part * (p_scale * (shadow_scale * q_scale_tile))
             if q_mean is not None:
                 dk += tl.sum(ds, 1)[:, None] * mean[None, :]
@@ -71,7 +75,7 @@ def _query_tiles(
 
 @triton.jit(do_not_specialize=["heads", "group", "m", "n", "window", "key_tiles"])
 def _backward_kv(
-    q_hat, q_columns, q_scale, q_mean, k_hat, k_scale, do_columns, do_scale, lse2, delta, multiple, do, v,
+    q_hat, q_columns, q_scale, q_mean, k_hat, k_scale, do_columns, do_scale, statistics, multiple, do, v,
     k, k_mean, dk, dv, documents,
     do_b, do_h, do_m, do_d, v_b, v_h, v_n, v_d, k_b, k_h, k_n, k_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
     heads, group, m, n, m_pad, n_pad, window, softmax_scale, factor, key_tiles,
@@ -108,8 +112,7 @@ def _backward_kv(
         do_columns += q_row
         q_scale += q_row // BM
         do_scale += q_row // BM
-        lse2 += q_row
-        delta += q_row
+        statistics += q_row * 2
         if multiple is not None:
             multiple += q_row
         mean_row = kv * (n_pad // SLOT) + k_row // SLOT
@@ -141,14 +144,14 @@ def _backward_kv(
         dk_sum, dv_sum = _query_tiles(
             dk_sum, dv_sum, keys, values, k_factor, lo, inner, cols,
             q_hat + bh * m_pad * DP, q_columns + bh * m_pad * DP, q_scale + bh * (m_pad // BM), mean_head,
-            do_columns + bh * m_pad * DP, do_scale + bh * (m_pad // BM), lse2 + bh * m_pad, delta + bh * m_pad,
+            do_columns + bh * m_pad * DP, do_scale + bh * (m_pad // BM), statistics + bh * m_pad * 2,
             multiple_head, do_head, do_m, do_d, k, k_mean, k_n, k_d, d, m, n, m_pad, window, factor,
             CAUSAL, True, PER_ROW, D, DP, BM, DK, DV,
         )  # fmt: skip
         dk_sum, dv_sum = _query_tiles(
             dk_sum, dv_sum, keys, values, k_factor, inner, full, cols,
             q_hat + bh * m_pad * DP, q_columns + bh * m_pad * DP, q_scale + bh * (m_pad // BM), mean_head,
-            do_columns + bh * m_pad * DP, do_scale + bh * (m_pad // BM), lse2 + bh * m_pad, delta + bh * m_pad,
+            do_columns + bh * m_pad * DP, do_scale + bh * (m_pad // BM), statistics + bh * m_pad * 2,
             multiple_head, do_head, do_m, do_d, k, k_mean, k_n, k_d, d, m, n, m_pad, window, factor,
             CAUSAL, False, PER_ROW, D, DP, BM, DK, DV,
         )  # fmt: skip
@@ -156,7 +159,7 @@ def _backward_kv(
             dk_sum, dv_sum = _query_tiles(
                 dk_sum, dv_sum, keys, values, k_factor, full, hi, cols,
                 q_hat + bh * m_pad * DP, q_columns + bh * m_pad * DP, q_scale + bh * (m_pad // BM), mean_head,
-                do_columns + bh * m_pad * DP, do_scale + bh * (m_pad // BM), lse2 + bh * m_pad, delta + bh * m_pad,
+                do_columns + bh * m_pad * DP, do_scale + bh * (m_pad // BM), statistics + bh * m_pad * 2,
                 multiple_head, do_head, do_m, do_d, k, k_mean, k_n, k_d, d, m, n, m_pad, window, factor,
                 CAUSAL, True, PER_ROW, D, DP, BM, DK, DV,
             )  # fmt: skip
@@ -207,12 +210,12 @@ def _key_tiles(
             else:
                 ds_hat, ds_scale = quantise_left(ds, PER_ROW)
                 keys = tl.load(k_columns + d[:, None] * n_pad + cols[None, :])
-                part = tl.dot(ds_hat, tl.trans(keys), out_dtype=tl.int32).to(tl.float32)
+                part = tl.dot(fragment_order(ds_hat), tl.trans(keys), out_dtype=tl.int32).to(tl.float32)
                 dq += part * (ds_scale * k_scale_tile)
                 if PROJECT:
                     row_sum += tl.sum(ds_hat.to(tl.float32) * ds_scale, 1)
                     p_hat, p_scale = quantise_left(p, PER_ROW)
-                    part = tl.dot(p_hat, tl.trans(keys), out_dtype=tl.int32).to(tl.float32)
+                    part = tl.dot(fragment_order(p_hat), tl.trans(keys), out_dtype=tl.int32).to(tl.float32)
                     p_k += part * (p_scale * k_scale_tile)
                     weight += tl.sum(p_hat.to(tl.float32) * p_scale, 1)
     return dq, row_sum, p_k, weight
@@ -220,7 +223,7 @@ def _key_tiles(
 
 @triton.jit(do_not_specialize=["heads", "group", "m", "n", "window", "row_tiles"])
 def _backward_q(
-    q_hat, q_scale, q_mean, k_hat, k_columns, k_scale, lse2, delta, multiple, do, v, k, k_mean, dq,
+    q_hat, q_scale, q_mean, k_hat, k_columns, k_scale, statistics, multiple, do, v, k, k_mean, dq,
     documents,
     do_b, do_h, do_m, do_d, v_b, v_h, v_n, v_d, k_b, k_h, k_n, k_d, dq_b, dq_h, dq_m, dq_d,
     heads, group, m, n, m_pad, n_pad, window, softmax_scale, factor, row_tiles,
@@ -237,8 +240,7 @@ def _backward_q(
     kv_head = kv % (heads // group)
     q_hat += bh * m_pad * DP
     q_scale += bh * (m_pad // BQ)
-    lse2 += bh * m_pad
-    delta += bh * m_pad
+    statistics += bh * m_pad * 2
     if LEAK_ONLY:
         multiple += bh * m_pad
     do += b * do_b + (bh % heads) * do_h
@@ -258,8 +260,7 @@ def _backward_q(
         n = tl.where(tile * BM < m, n, 0)  # a tile of padding sees nothing
         q_hat += q_row * DP
         q_scale += q_row // BQ
-        lse2 += q_row
-        delta += q_row
+        statistics += q_row * 2
         if LEAK_ONLY:
             multiple += q_row
         do += q_first * do_m
@@ -280,10 +281,10 @@ def _backward_q(
     valid = (rows < m)[:, None] & (d < D)[None, :]
     at = do + rows.to(tl.int64)[:, None] * do_m + d.to(tl.int64)[None, :] * do_d
     grads16 = tl.load(at, mask=valid, other=0.0)
-    row_lse2 = tl.load(lse2 + rows)
+    row_lse2 = tl.load(statistics + rows * 2)
     row_delta = row_lse2
     if not DELTA_ONLY:
-        row_delta = tl.load(delta + rows)
+        row_delta = tl.load(statistics + rows * 2 + 1)
     mean = None
     if q_mean is not None:
         mean = tl.load(q_mean + tile * DP + d)
@@ -314,7 +315,7 @@ def _backward_q(
     if LEAK_ONLY or PROJECT:
         row_sum = tl.where(weight == 0.0, 0.0, row_sum / weight)  # lambda
     if DELTA_ONLY:
-        tl.store(delta + rows, row_sum)
+        tl.store(statistics + rows * 2 + 1, row_sum)
     elif LEAK_ONLY:
         tl.store(multiple + rows, row_sum)
     else:
@@ -325,14 +326,15 @@ def _backward_q(
 
 
 def backward(
-    q: Quantised, k: Quantised, do_quantised: Quantised, lse2: Tensor, delta: Tensor | None,
+    q: Quantised, k: Quantised, do_quantised: Quantised, statistics: Tensor,
     do: Tensor, v: Tensor, k_source: Tensor, k_mean: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
     *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None, documents: Tables | None,
 ) -> None:  # fmt: skip
     """Writes dq [B, H, M, D], dk and dv [B, K, N, D] (any strides).
 
-    q and k hold rows and columns, do_quantised holds columns. delta [B H, M'] fp32, or None: the matched delta is
-    computed first. do [B, H, M, D] and v [B, K, N, D] in 16 bit serve dP. k_source and k_mean: as in `forward`.
+    q and k hold rows and columns, do_quantised holds columns. statistics [B H, M', 2] fp32 of rows: lse2 and delta,
+    where a matched delta is written first. do [B, H, M, D] and v [B, K, N, D] in 16 bit serve dP. k_source and k_mean:
+    as in `forward`.
     """
     b, h, m, dim = do.shape
     kv_heads, n = v.shape[1:3]
@@ -343,28 +345,27 @@ def backward(
     flags = {"CAUSAL": causal, "PER_ROW": config.granularity == "row", "D": dim, "DP": dp}
     query = tuning.backward_q(do.device, dp, config)
 
-    def query_kernel(delta: Tensor, only: str | None = None, rows: int = query.rows) -> None:
+    def query_kernel(only: str | None = None, rows: int = query.rows) -> None:
         row_tiles = m_pad // rows
         _backward_q[(b * h * row_tiles,)](
-            q.rows, q.scale, q.tile_mean, k.rows, k.columns, k.scale, lse2, delta, multiple, do, v, k_source, k_mean,
+            q.rows, q.scale, q.tile_mean, k.rows, k.columns, k.scale, statistics, multiple, do, v, k_source, k_mean,
             dq, query_documents, *do.stride(), *v.stride(), *k_source.stride(), *dq.stride(), *numbers, row_tiles,
             DELTA_ONLY=only == "delta", LEAK_ONLY=only == "leak", PROJECT=config.project and only is None,
             BQ=config.block_q, BM=rows, BN=config.block_k, **flags, num_warps=query.warps, num_stages=query.stages,
         )  # fmt: skip
 
-    multiple = torch.empty_like(lse2) if config.project else None  # lambda of dK
-    if delta is None:
-        delta = torch.empty_like(lse2)
-        query_kernel(delta, "delta")
+    multiple = torch.empty_like(statistics[..., 0]) if config.project else None  # lambda of dK
+    if config.delta == "matched":
+        query_kernel("delta")
     if config.project:  # dK's left operands share scales down a whole block of queries
-        query_kernel(delta, "leak", rows=config.block_q)
+        query_kernel("leak", rows=config.block_q)
     for key, for_dk, for_dv in tuning.backward_kv(do.device, dp, config):
         key_tiles = n_pad // key.rows
         _backward_kv[(b * kv_heads * key_tiles,)](
             q.rows, q.columns, q.scale, q.tile_mean, k.rows, k.scale, do_quantised.columns, do_quantised.scale,
-            lse2, delta, multiple, do, v, k_source, k_mean, dk, dv, key_documents,
+            statistics, multiple, do, v, k_source, k_mean, dk, dv, key_documents,
             *do.stride(), *v.stride(), *k_source.stride(), *dk.stride(), *dv.stride(), *numbers, key_tiles,
             BK=config.block_k, BM=config.block_q, BN=key.rows, DK=for_dk, DV=for_dv, **flags,
             num_warps=key.warps, num_stages=key.stages,
         )  # fmt: skip
-    query_kernel(delta)
+    query_kernel()

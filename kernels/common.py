@@ -21,6 +21,19 @@ def to_int8(x):
 
 
 @triton.jit
+def fragment_order(x):
+    """x [R, C] with its columns in the order in which `columns` workspaces hold tokens.
+
+    A thread of a matrix unit holds an accumulator's columns in pairs (2 of every 8), and wants an 8-bit left operand's
+    in fours. Where column 16 h + 8 b + 2 t + e of a product's right operand is stored at 16 h + 4 t + 2 b + e, the
+    accumulator that was rounded is the operand, with no exchange between threads.
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, (R, C // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (R, C))
+
+
+@triton.jit
 def quantise_left(x, PER_ROW: tl.constexpr):
     """x^ and its scale for a left operand x [R, C] of a product over C: a scale a row [R, 1], or one a tile [1, 1]."""
     largest = tl.max(tl.abs(x), 1, keep_dims=True)

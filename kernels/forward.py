@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
-from sagebwd.kernels.common import LOG2_127, SLOT, document, key_range, to_int8, visible
+from sagebwd.kernels.common import LOG2_127, SLOT, document, fragment_order, key_range, to_int8, visible
 from sagebwd.kernels.quantise import Quantised
 
 
@@ -62,10 +62,48 @@ def _key_tiles(
         keep = tl.math.exp2(peak - new_base)
         total = total * keep + tl.sum(p, 1) * weight
         values = tl.load(v_columns + d[:, None] * n_pad + cols[None, :])
-        pv = tl.dot(to_int8(p), tl.trans(values), out_dtype=tl.int32).to(tl.float32)
+        pv = tl.dot(fragment_order(to_int8(p)), tl.trans(values), out_dtype=tl.int32).to(tl.float32)
         out = out * keep[:, None] + pv * (weight * tl.load(v_scale + start // BN))[:, None]
         peak = new_peak
     return out, peak, total
+
+
+@triton.jit
+def _key_tile_pairs(
+    out, peak, total, q, row_factor, lo, hi, k_hat, k_scale, v_columns, v_scale, d, n_pad,
+    DP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """`_key_tiles` without mask or bias, two tiles a step: the sums are rescaled once for both, and the matrix units
+    work at one tile while the other is rounded. [lo, hi) is whole pairs."""
+    for start in range(lo, hi, 2 * BN):
+        start = tl.multiple_of(start, BN)
+        cols = start + tl.arange(0, BN)
+        after = cols + BN
+        s0 = tl.dot(q, tl.trans(tl.load(k_hat + cols[:, None] * DP + d[None, :])), out_dtype=tl.int32)
+        s1 = tl.dot(q, tl.trans(tl.load(k_hat + after[:, None] * DP + d[None, :])), out_dtype=tl.int32)
+        p0, peak0 = _weights(s0, row_factor * tl.load(k_scale + start // BN))
+        p1, peak1 = _weights(s1, row_factor * tl.load(k_scale + start // BN + 1))
+        new_peak = tl.maximum(peak, tl.maximum(peak0, peak1))
+        weight0 = tl.math.exp2(peak0 - new_peak)
+        weight1 = tl.math.exp2(peak1 - new_peak)
+        keep = tl.math.exp2(peak - new_peak)
+        total = total * keep + tl.sum(p0, 1) * weight0 + tl.sum(p1, 1) * weight1
+        v0 = tl.load(v_columns + d[:, None] * n_pad + cols[None, :])
+        v1 = tl.load(v_columns + d[:, None] * n_pad + after[None, :])
+        pv0 = tl.dot(fragment_order(to_int8(p0)), tl.trans(v0), out_dtype=tl.int32).to(tl.float32)
+        pv1 = tl.dot(fragment_order(to_int8(p1)), tl.trans(v1), out_dtype=tl.int32).to(tl.float32)
+        out = out * keep[:, None] + pv0 * (weight0 * tl.load(v_scale + start // BN))[:, None]
+        out += pv1 * (weight1 * tl.load(v_scale + start // BN + 1))[:, None]
+        peak = new_peak
+    return out, peak, total
+
+
+@triton.jit
+def _weights(s, tile_factor):
+    """127 times exp2 of the scaled scores less their row's maximum, and that maximum [BM]."""
+    s = s.to(tl.float32)
+    peak = tl.max(s, 1) * tl.reshape(tile_factor, (s.shape[0],))
+    return tl.math.exp2(s * tile_factor - (peak - LOG2_127)[:, None]), peak
 
 
 @triton.jit(do_not_specialize=["heads", "group", "m", "n", "window", "row_tiles"])
@@ -74,6 +112,7 @@ def _forward(
     k_b, k_h, k_n, k_d, o_b, o_h, o_m, o_d,
     heads, group, m, n, m_pad, n_pad, window, factor, row_tiles,
     CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     bh = (pid // row_tiles).to(tl.int64)
@@ -130,11 +169,18 @@ def _forward(
             k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, window, factor,
             CAUSAL, True, D, DP, BN,
         )  # fmt: skip
-    out, peak, total = _key_tiles(
-        out, peak, total, q, row_factor, inner, full,
-        k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, window, factor,
-        CAUSAL, False, D, DP, BN,
-    )  # fmt: skip
+    if PAIRS:
+        pairs = inner + tl.maximum(0, full - inner) // (2 * BN) * (2 * BN)
+        out, peak, total = _key_tile_pairs(
+            out, peak, total, q, row_factor, inner, pairs, k_hat, k_scale, v_columns, v_scale, d, n_pad, DP, BN
+        )  # fmt: skip
+        full = pairs  # what is left over goes with the masked tiles
+    else:
+        out, peak, total = _key_tiles(
+            out, peak, total, q, row_factor, inner, full,
+            k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, window, factor,
+            CAUSAL, False, D, DP, BN,
+        )  # fmt: skip
     out, peak, total = _key_tiles(
         out, peak, total, q, row_factor, full, hi,
         k_hat, k_scale, v_columns, v_scale, mean, k, k_mean, k_n, k_d, rows, d, m, n, n_pad, window, factor,
@@ -168,6 +214,7 @@ def forward(
         *k_source.stride(), *o.stride(),
         h, h // kv_heads, m, n, m_pad, n_pad, window, softmax_scale * tuning.LOG2E, row_tiles,
         CAUSAL=causal, D=dim, DP=dp, BQ=config.block_q, BM=tune.rows, BN=config.block_k,
+        PAIRS=tuning.pairs(dp, config.block_k, config.smooth_q),
         num_warps=tune.warps, num_stages=tune.stages,
     )  # fmt: skip
     return lse2

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.kernels.common import SLOT, TINY, document, padded_dim, padded_rows, to_int8
+from sagebwd.kernels.common import SLOT, TINY, document, fragment_order, padded_dim, padded_rows, to_int8
 from sagebwd.kernels.packing import ROW_PADDING
 
 
@@ -18,14 +18,14 @@ class Quantised(NamedTuple):
     rows each, and L' is all of them."""
 
     rows: Tensor | None  # [B H, L', D'] int8
-    columns: Tensor | None  # [B H, D', L'] int8, the transpose
+    columns: Tensor | None  # [B H, D', L'] int8, the transpose, tokens in common.fragment_order
     scale: Tensor  # [B H, L' / block] fp32
     tile_mean: Tensor | None  # [B H, L' / block, D'] fp32: what was subtracted from each tile
 
 
 @triton.jit(do_not_specialize=["heads", "length", "tiles"])
 def _quantise(
-    x, mean, other, rows_out, columns_out, scale_out, tile_mean_out, delta_out, documents,
+    x, mean, other, lse2, rows_out, columns_out, scale_out, tile_mean_out, statistics_out, documents,
     x_b, x_h, x_l, x_d, other_b, other_h, other_l, other_d,
     heads, length, tiles,
     TILE_MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -54,7 +54,10 @@ def _quantise(
     if other is not None:
         at = other + l.to(tl.int64)[:, None] * other_l + d.to(tl.int64)[None, :] * other_d
         delta = tl.sum(values * tl.load(at, mask=valid, other=0.0).to(tl.float32), 1)
-        tl.store(delta_out + bh * tiles * BLOCK + rows, delta)
+        tl.store(statistics_out + (bh * tiles * BLOCK + rows) * 2 + 1, delta)
+    if lse2 is not None:
+        of_row = bh * tiles * BLOCK + rows
+        tl.store(statistics_out + of_row * 2, tl.load(lse2 + of_row))
     if mean is not None:
         values = tl.where(valid, values - tl.load(mean + mean_row * DP + d)[None, :], 0.0)
     if TILE_MEAN:
@@ -72,7 +75,7 @@ def _quantise(
     if ROWS:
         tl.store(rows_out + (bh * tiles * BLOCK + rows)[:, None] * DP + d[None, :], q)
     if COLUMNS:
-        tl.store(columns_out + (bh * DP + d)[:, None] * (tiles * BLOCK) + rows[None, :], tl.trans(q))
+        tl.store(columns_out + (bh * DP + d)[:, None] * (tiles * BLOCK) + rows[None, :], fragment_order(tl.trans(q)))
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -82,18 +85,20 @@ def _transpose(x, out, tiles, length, DP: tl.constexpr, BLOCK: tl.constexpr):
     l = (pid % tiles) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, DP)
     values = tl.load(x + (bh * length + l)[:, None] * DP + d[None, :])
-    tl.store(out + (bh * DP + d)[:, None] * length + l[None, :], tl.trans(values))
+    tl.store(out + (bh * DP + d)[:, None] * length + l[None, :], fragment_order(tl.trans(values)))
 
 
 def quantise(
     x: Tensor, block: int, *, rows: bool, columns: bool,
-    mean: Tensor | None = None, tile_mean: bool = False, other: Tensor | None = None, documents: Tensor | None = None,
+    mean: Tensor | None = None, tile_mean: bool = False, lse2: Tensor | None = None, other: Tensor | None = None,
+    documents: Tensor | None = None,
 ) -> tuple[Quantised, Tensor | None]:  # fmt: skip
     """INT8 forms of x [B, H, L, D] (any strides), one scale for each `block` rows of a head.
 
     rows, columns: which layouts to write. mean, of `mean.key_mean`, is subtracted first (K-smoothing). tile_mean: each
-    tile's own mean is subtracted (Q-smoothing). other [B, H, L, D]: also returns rowsum(x * other), [B H, L'] fp32
-    (delta, with x = dO and other = O), before any smoothing. documents: a table of packing.Tables.
+    tile's own mean is subtracted (Q-smoothing). lse2 [B H, L'] fp32: also returns statistics of rows, [B H, L', 2]
+    fp32: lse2, and with other [B, H, L, D] rowsum(x * other) before any smoothing (delta, with x = dO and other = O).
+    documents: a table of packing.Tables.
     Raises ValueError where a head's workspace passes 2^31 elements: kernels address within a head in 32 bits.
     """
     b, h, length, dim = x.shape
@@ -114,19 +119,20 @@ def quantise(
         scale=new(tiles, dtype=torch.float32),
         tile_mean=new(tiles, dp, dtype=torch.float32) if tile_mean else None,
     )
-    delta = new(lp, dtype=torch.float32) if other is not None else None
+    statistics = new(lp, 2, dtype=torch.float32) if lse2 is not None else None
     _quantise[(b * h * tiles,)](
-        x, mean, other, out.rows, out.columns, out.scale, out.tile_mean, delta, documents,
+        x, mean, other, lse2, out.rows, out.columns, out.scale, out.tile_mean, statistics, documents,
         *x.stride(), *(other.stride() if other is not None else (0, 0, 0, 0)),
         h, length, tiles,
         TILE_MEAN=tile_mean, ROWS=rows, COLUMNS=columns, D=dim, DP=dp, BLOCK=block, num_warps=4,
         enable_fp_fusion=False,  # a product fused with the addition that rounds it would break ties otherwise
     )  # fmt: skip
-    return out, delta
+    return out, statistics
 
 
 def transpose(x: Tensor) -> Tensor:
-    """[B H, L', D'] int8 to [B H, D', L']: INT8 matrix units take an operand contracted over tokens this way only."""
+    """[B H, L', D'] int8 to [B H, D', L'], tokens in `common.fragment_order`: INT8 matrix units take an operand
+    contracted over tokens this way only."""
     bh, length, dp = x.shape
     out = torch.empty((bh, dp, length), dtype=x.dtype, device=x.device)
     tiles = length // 64

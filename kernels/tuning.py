@@ -47,16 +47,22 @@ def forward(device: torch.device, dp: int, config: QuantConfig) -> Launch:
     )
 
 
+def pairs(dp: int, block_k: int, smooth_q: bool) -> bool:
+    """Whether the forward takes two key tiles a step, on every GPU alike: it decides the order of two sums. Larger
+    tiles, and the mean's logits of Q-smoothing, leave too few registers."""
+    return block_k * dp <= 64 * 128 and not smooth_q
+
+
 def backward_kv(device: torch.device, dp: int, config: QuantConfig) -> tuple[KeyLaunch, ...]:
-    """Wide heads: dK and dV one after the other, since both sums at once spill (H200, D = 128, N = 8192: 3.8 + 2.0 ms
-    instead of 8.6)."""
+    """Wide heads: dK and dV one after the other, since both sums at once spill (H200, D = 128, N = 8192: 3.6 + 1.9 ms
+    instead of 8.6). On Hopper dK's kernel is faster in 4 warps with some spills than in 8 with none (4.0 ms)."""
     own, sm, warps = config.block_k, capability(device), _backward_warps(dp, config)
     if dp <= 64:
         return (KeyLaunch(_fitting("backward_kv", sm, dp, config, Launch(own, warps, _stages(sm))), True, True),)
-    tall = 128 if config.granularity == "row" and dp <= 128 and SHARED_LIMIT.get(sm, SMALL) >= 227 << 10 else own
     narrow = 4 if dp <= 128 and max(config.block_q, own) <= 64 else 8
+    wide = Launch(own, narrow, 2) if sm == 90 else Launch(own, 8, 2)
     return (
-        KeyLaunch(_fitting("backward_k", sm, dp, config, Launch(tall, 8, _stages(sm))), True, False),
+        KeyLaunch(_fitting("backward_k", sm, dp, config, wide), True, False),
         KeyLaunch(_fitting("backward_v", sm, dp, config, Launch(own, narrow, _stages(sm))), False, True),
     )
 
@@ -128,7 +134,7 @@ def shared_bytes(kernel: str, capability: int, dp: int, q: int, k: int, smooth_q
     without one, at the widest moment, the 16-bit operand of dP, or in the forward one of K and V.
     """
     stay, stream, widest = {
-        "forward": (q, 2 * k, k),  # Q; K and V
+        "forward": (q, (4 if pairs(dp, k, smooth_q) else 2) * k, k),  # Q; K and V
         "backward_kv": (3 * k, 5 * q, 2 * q),  # K, V in 16 bit; Q twice, dO in INT8 and in 16 bit
         "backward_k": (3 * k, 4 * q, 2 * q),  # the same without dO in INT8
         "backward_v": (k, 2 * q, q),  # K; Q, dO in INT8

@@ -45,13 +45,13 @@ def backward(
     documents, window = _tables(packed, o, v), _clipped(window, v)
     q8 = Quantised(q_rows, transpose(q_rows), q_scale, q_mean)
     k8 = Quantised(k_rows, transpose(k_rows), k_scale, None)
-    do8, delta = quantise(
-        do, config.block_q, rows=False, columns=True,
+    do8, statistics = quantise(
+        do, config.block_q, rows=False, columns=True, lse2=lse2,
         other=o if config.delta == "stale" else None, documents=None if documents is None else documents.q,
     )  # fmt: skip
     dq, dk, dv = (_result_like(x, packed) for x in (o, v, v))
     backward_kernels.backward(
-        q8, k8, do8, lse2, delta, do, v, v if k_source is None else k_source, k_mean, dq, dk, dv,
+        q8, k8, do8, statistics, do, v, v if k_source is None else k_source, k_mean, dq, dk, dv,
         causal=causal, softmax_scale=softmax_scale, config=config, window=window, documents=documents,
     )  # fmt: skip
     return dq, dk, dv

@@ -108,7 +108,8 @@ def integers_are_the_reference_s(device, dtype):
     padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 384 - 300)).unflatten(-2, (-1, 64))
     hat, scale = reference.quantise(padded, (-2, -1))
     assert torch.equal(actual.rows.float(), hat[0].flatten(1, 2))
-    assert torch.equal(actual.columns.float(), hat[0].flatten(1, 2).mT)
+    pairs = hat[0].flatten(1, 2).mT.unflatten(-1, (-1, 2, 4, 2))  # of tokens, as a matrix unit's thread holds them
+    assert torch.equal(actual.columns.float(), pairs.transpose(-2, -3).flatten(-4))
     assert torch.equal(actual.scale, scale[0, ..., 0, 0])
 
 
