@@ -1,4 +1,4 @@
-"""The command line: `sagebwd recipe | prepare | train | compare | doctor`.
+"""The command line: `sagebwd recipe | prepare | train | status | compare | doctor`.
 
 It starts quickly: torch, Megatron and matplotlib are imported where a command uses them, never for --help,
 --print-config or a mistake in a recipe.
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from sagebwd.errors import UserError
-from sagebwd.training import budget, recipe_file, run_folder
+from sagebwd.errors import RunError, UserError
+from sagebwd.training import budget, recipe_file, run_folder, status
 from sagebwd.training.recipe_file import Experiment
 
 
@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0; 1 when an arm's process or the doctor's self-test failed; 2 for a
-    mistake of the user's."""
+    mistake of the user's; 75 when training was asked to stop, and the same command goes on. `status` has its own."""
     parser = _build_parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse gives up positionals after the first option; overrides may stand anywhere.
@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted: the same command resumes from the last checkpoint", file=sys.stderr)
         return 130
@@ -66,7 +69,7 @@ def _log_to_stdout() -> None:
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sagebwd", description=sys.modules["sagebwd"].__doc__)
     commands = parser.add_subparsers(
-        required=True, metavar="recipe | prepare | train | compare | doctor", parser_class=_Parser
+        required=True, metavar="recipe | prepare | train | status | compare | doctor", parser_class=_Parser
     )
 
     recipe = _command(commands, "recipe", _recipe, "prepare the data, train every unfinished arm, compare the arms")
@@ -84,6 +87,11 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_runs(train)
     _add_data(train)
     _add_print_config(train)
+
+    text = "how a run stands: exit code 0 finished, 75 stopped and ready to go on, 3 running, 1 failed"
+    stands = commands.add_parser("status", help=text, description=text)
+    stands.add_argument("folder", type=Path, metavar="DIR", help="the folder of an arm's run, such as runs/small/fpa")
+    stands.set_defaults(command=_status)
 
     compare = commands.add_parser("compare", help="compare the runs in a folder: a table, a picture, a report")
     compare.add_argument("folder", type=Path, metavar="DIR", help="the folder of a recipe's runs, such as runs/small")
@@ -174,8 +182,13 @@ def _train(arguments: argparse.Namespace) -> int:
     from sagebwd import tokenizer
     from sagebwd.training import train
 
-    train.run(recipe, arguments.arm, folder, tokenizer.prepare(recipe.data, arguments.data))
-    return 0
+    end = train.run(recipe, arguments.arm, folder, tokenizer.prepare(recipe.data, arguments.data))
+    # torchrun takes any other code for a failure; whoever started it reads the status
+    return status.RESUMABLE if end == "preempted" and "TORCHELASTIC_RUN_ID" not in os.environ else 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    return status.show(arguments.folder)
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,10 @@
-"""The one exception that a user's mistake raises: the command line prints it as one sentence and exits with 2."""
+"""The exceptions whose message is for a person: the command line prints it as one sentence, without a stack trace."""
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend. The message says what is wrong, where, and the remedy, in one line."""
+    """A mistake that the user can mend; exit code 2. The message says what is wrong, where, and the remedy, in one
+    line."""
+
+
+class RunError(RuntimeError):
+    """What ended a run though nobody made a mistake: a full disk, too little memory, a rank that hangs; exit code 1."""

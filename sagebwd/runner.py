@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sagebwd import device, terminal
-from sagebwd.training import budget, run_folder
+from sagebwd.errors import UserError
+from sagebwd.training import budget, run_folder, status
 from sagebwd.training.recipe_file import Experiment
 
 USER_ERROR = 2  # the exit code of a process that has printed a UserError
@@ -32,11 +35,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Failure:
-    """An arm whose process failed."""
+    """An arm whose process failed, or was asked to stop (stopped)."""
 
     arm: str
     code: int
     log: Path
+    stopped: bool = False
 
     def __str__(self) -> str:
         how = f"was killed by signal {-self.code}" if self.code < 0 else f"ended with exit code {self.code}"
@@ -46,7 +50,8 @@ class Failure:
 def run(experiment: Experiment, settings: Settings) -> int:
     """Run the experiment's unfinished arms, then the comparison. Returns the exit code.
 
-    0; 1 if an arm's process failed; 2 if it met a mistake of the user's. A failed arm stops neither the others nor the
+    0; 1 if an arm's process failed; 2 if it met a mistake of the user's; 75 if the arm under way was asked to stop
+    (SIGTERM or SIGUSR1, to this process or to one of the arm's). A failed arm stops neither the others nor the
     comparison, and the same command resumes it from its last checkpoint.
     """
     folder = settings.runs / experiment.name
@@ -74,6 +79,9 @@ def run(experiment: Experiment, settings: Settings) -> int:
         run_folder.claim(folder / arm, recipe)
         _say(f"{label}: in {folder / arm}")
         failure = _train(experiment, arm, folder / arm, settings)
+        if failure and failure.stopped:
+            print(f"stopped: arm {arm} was asked to; the same command goes on from there", file=sys.stderr)
+            return status.RESUMABLE
         if failure and failure.code == USER_ERROR:
             return USER_ERROR  # the arm has said what is wrong; the next one would say the same
         if failure:
@@ -105,10 +113,39 @@ def _train(experiment: Experiment, arm: str, folder: Path, settings: Settings) -
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     if settings.nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // settings.nproc)))
-    code = terminal.run(train_command(experiment, arm, settings), log, environment)
+    asked = False
+
+    def stop(child: subprocess.Popen) -> None:
+        nonlocal asked
+        asked = True
+        _ask_to_stop(child, folder)
+
+    code = terminal.run(train_command(experiment, arm, settings), log, environment, stop)
     if code == 0 and run_folder.finished(folder):
         return None
-    return Failure(arm, code, log)
+    return Failure(arm, code, log, asked or (code in (0, status.RESUMABLE) and _preempted(folder)))
+
+
+def _preempted(folder: Path) -> bool:
+    try:
+        return status.read(folder).state == "preempted"
+    except UserError:
+        return False
+
+
+def _ask_to_stop(child: subprocess.Popen, folder: Path) -> None:
+    """The arm's first rank, which tells the others, if there is one by now: torchrun would give all of them thirty
+    seconds, and a large checkpoint takes longer."""
+    pid = None
+    try:
+        pid = status.read(folder).pid
+        children = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text(encoding="utf-8").split()
+    except (UserError, OSError):
+        children = []
+    if pid is not None and (pid == child.pid or str(pid) in children):
+        os.kill(pid, signal.SIGUSR1)
+    else:
+        child.terminate()
 
 
 def _record(folder: Path, experiment: Experiment) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,17 +19,24 @@ GRACE_SECONDS = 30  # what an interrupted child gets to write its last words bef
 _COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def run(command: list[str], log: Path, environment: Mapping[str, str]) -> int:
+def run(
+    command: list[str],
+    log: Path,
+    environment: Mapping[str, str],
+    stop: Callable[[subprocess.Popen], None] = subprocess.Popen.terminate,
+) -> int:
     """Run `command`; its standard output and error appear here and are appended to `log`. Returns its exit code.
 
     On a terminal the child gets a pseudo-terminal, so that it draws its progress bar; the log keeps the last state of a
-    line that was drawn over. When this process is interrupted or terminated, so is the child, and it is waited for.
+    line that was drawn over. When this process is interrupted, the child is terminated and waited for. When it gets
+    SIGTERM or SIGUSR1, stop(child) tells the child, which ends in its own time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file, _channel() as (reading, writing), _terminated_like_interrupted():
+    with log.open("ab") as file, _channel() as (reading, writing), contextlib.ExitStack() as stack:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, env=environment)
         os.close(writing)
         try:
+            stack.enter_context(_handed_on(lambda: stop(child)))
             _copy(reading, file)
             return child.wait()
         finally:
@@ -77,15 +84,13 @@ def _last_state(line: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    def interrupt(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def _handed_on(stop: Callable[[], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stop(child: subprocess.Popen) -> None:

@@ -95,6 +95,7 @@ def transformer_config(recipe: Recipe, dtype: torch.dtype) -> TransformerConfig:
         calculate_per_token_loss=True,
         # Draws the whole weight on every rank and slices it: TP sizes start from the same weights, CPU and GPU too
         use_cpu_initialization=True,
+        deterministic_mode=recipe.train.deterministic,  # an embedding whose backward sums in one order
         # Each of these needs Apex or Transformer Engine, or compiles at run time
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

@@ -37,39 +37,50 @@ Batch = dict[str, torch.Tensor]
 
 
 def train_batches(
-    recipe: Recipe, prepared: Prepared, *, dp_rank: int, dp_size: int, start_step: int = 0
+    recipe: Recipe,
+    prepared: Prepared,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    start_step: int = 0,
+    steps: int | None = None,
+    ahead: int = 0,
 ) -> Iterator[Batch]:
     """The training micro-batches of one data-parallel rank: `accumulation` a step, until the budget is spent.
 
-    start_step: optimizer steps already done; the first micro-batch is that of the step after them.
+    start_step: optimizer steps already done; the first micro-batch is that of the step after them. steps: the last one;
+    None: as the budget says. ahead: samples left out so far, which every sample's number is higher by (or lower: a run
+    whose tokens_per_step was raised on the way).
     Every rank must call this at the same time if torch.distributed is initialised: rank 0 builds the indices while the
     others wait. Raises UserError for a batch that does not divide, and a corpus of another vocabulary or too small.
     """
     _check_vocabulary(recipe, prepared)
     schedule = plan(recipe, dp_size)
     context, micro_batch, in_step = recipe.data.context, recipe.train.micro_batch, schedule.sequences_per_step
+    last_step = schedule.steps if steps is None else steps
     per_epoch = _samples(prepared.train_tokens, context)
     if per_epoch == 0:
         raise UserError(
             f"the training split holds {prepared.train_tokens} tokens, less than a sequence of data.context {context} "
             "and its next token: lower data.context, or bring more text"
         )
-    epochs = range(start_step * in_step // per_epoch, -(-schedule.steps * in_step // per_epoch))
+    first, last = (step * in_step + ahead for step in (start_step, last_step))
+    epochs = range(first // per_epoch, -(-last // per_epoch))
     logger.info(
         "training data: %s tokens of %s, %.2f epochs of %s sequences",
-        f"{schedule.tokens:,}",
+        f"{last * context:,}",
         f"{prepared.train_tokens:,}",
-        schedule.steps * in_step / per_epoch,
+        last / per_epoch,
         f"{per_epoch:,}",
     )
     seeds = [_epoch_seed(recipe.seed, epoch) for epoch in epochs]
     datasets = dict(zip(epochs, _datasets(recipe.data, prepared, Split.train, seeds), strict=True))
 
     def micro_batches() -> Iterator[Batch]:
-        for step in range(start_step, schedule.steps):
+        for step in range(start_step, last_step):
             for accumulated in range(schedule.accumulation):
-                first = step * in_step + (accumulated * dp_size + dp_rank) * micro_batch
-                places = (divmod(number, per_epoch) for number in range(first, first + micro_batch))
+                begin = step * in_step + ahead + (accumulated * dp_size + dp_rank) * micro_batch
+                places = (divmod(number, per_epoch) for number in range(begin, begin + micro_batch))
                 yield _stack(datasets[epoch][index] for epoch, index in places)
 
     return micro_batches()

@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,33 +19,43 @@ from tqdm import tqdm
 
 from sagebwd import machine
 from sagebwd.training.budget import Plan
-from sagebwd.training.run_folder import META
+from sagebwd.training.journal import Journal
+from sagebwd.training.run_folder import EVENTS, META
 
 LINES = 20  # log lines of a run, where there is no terminal for a bar
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. loss: nats per token, mean over the global batch before the update. seconds: wall time."""
+    """One optimizer step. loss: nats per token, mean over the global batch before the update. seconds: wall time.
+
+    skipped: loss or gradient norm are not finite, and nothing was changed.
+    """
 
     step: int
     loss: float
     learning_rate: float
     grad_norm: float
     seconds: float
+    skipped: bool = False
 
 
 class Recorder(AbstractContextManager):
     """Writes events into the arm's folder and shows progress on standard error's terminal, or as lines."""
 
-    def __init__(self, folder: Path, plan: Plan, *, start_step: int, device: torch.device) -> None:
-        """start_step: the step of the checkpoint that the run goes on from, 0 for a fresh one.
+    def __init__(
+        self, folder: Path, plan: Plan, *, start_step: int, device: torch.device, tokens_ahead: int = 0
+    ) -> None:
+        """start_step: the step of the checkpoint that the run goes on from, 0 for a fresh one. tokens_ahead: tokens by
+        which it is ahead of its steps, where tokens_per_step was changed on the way.
 
         Points that an earlier process wrote after that checkpoint are purged, so that none overlap.
         """
-        self.plan, self.device = plan, device
+        self.plan, self.device, self.tokens_ahead = plan, device, tokens_ahead
         self.tokens_per_step = plan.tokens // plan.steps
+        _wait_for_another_second(folder)
         self.writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)
+        self.journal = Journal(folder, last_step=start_step if start_step else -1)
         self.bar = tqdm(
             total=plan.steps,
             initial=start_step,
@@ -54,8 +65,12 @@ class Recorder(AbstractContextManager):
         )
 
     def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.bar.close()
         self.writer.close()
+        self.journal.close()
 
     def say(self, text: str) -> None:
         """A line for a person, above the progress bar if there is one."""
@@ -64,18 +79,23 @@ class Recorder(AbstractContextManager):
         else:
             self.bar.write(text)
 
-    def train(self, result: StepResult) -> None:
+    def train(self, result: StepResult, *, last_word: bool = False) -> None:
+        """last_word: the run ends here, and shows what with: also the loss of a step that was skipped."""
         speed = self.tokens_per_step / result.seconds
-        for tag, value in (
-            ("train/loss", result.loss),
-            ("train/learning_rate", result.learning_rate),
-            ("train/grad_norm", result.grad_norm),
-            ("train/consumed_tokens", result.step * self.tokens_per_step),
-            ("perf/tokens_per_second", speed),
-            ("perf/step_time", result.seconds),
-            ("perf/memory_gib", self._memory_gib()),
-        ):
-            self.writer.add_scalar(tag, value, result.step)
+        scalars = {
+            "train/loss": result.loss,
+            "train/learning_rate": result.learning_rate,
+            "train/grad_norm": result.grad_norm,
+            "train/consumed_tokens": result.step * self.tokens_per_step + self.tokens_ahead,
+            "perf/tokens_per_second": speed,
+            "perf/step_time": result.seconds,
+            "perf/memory_gib": self._memory_gib(),
+        }
+        self.journal.write(result.step, **scalars, **({"skipped": True} if result.skipped else {}))
+        for tag, value in scalars.items():
+            # A step that changed nothing has no loss to compare: the journal alone tells what it was.
+            if last_word or not (result.skipped and tag in ("train/loss", "train/grad_norm")):
+                self.writer.add_scalar(tag, value, result.step)
         self.bar.set_postfix_str(f"loss {result.loss:.4f}, {speed:,.0f} tokens/s", refresh=False)
         self.bar.update()
         every = max(1, self.plan.steps // LINES)
@@ -86,18 +106,31 @@ class Recorder(AbstractContextManager):
             )
 
     def validation(self, step: int, loss: float) -> None:
+        self.journal.write(step, **{"validation/loss": loss})
         self.writer.add_scalar("validation/loss", loss, step)
         self.say(f"step {step}/{self.plan.steps}: validation loss {loss:.4f}")
 
     def flush(self) -> None:
         """All points so far on disk: called before a checkpoint, so that a resumed run has every point up to it."""
         self.writer.flush()
+        self.journal.flush()
 
     def _memory_gib(self) -> float:
         """Peak memory of this process so far: allocated on its GPU, or resident where there is none."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**30
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+def _wait_for_another_second(folder: Path) -> None:
+    """Event files are named, and so read, by the second they were begun in: ours must come after an earlier process's.
+
+    Not for long: the clocks of two machines that differ by more are not waited for.
+    """
+    begun = [int(path.name.split(".")[3]) for path in folder.glob(EVENTS) if path.name.split(".")[3].isdigit()]
+    until = time.monotonic() + 5
+    while begun and time.time() < max(begun) + 1 and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from sagebwd.errors import UserError
@@ -51,3 +54,19 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, schedule
+
+
+def update(optimizer: MegatronOptimizer, wanted: Callable[[float], bool]) -> float:
+    """Megatron's optimizer step, with a veto before anything changes: returns the gradient norm before clipping.
+
+    wanted: asked with the norm once it has arrived, the step's only wait for the device; False leaves weights and
+    optimizer as they are.
+    """
+    optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    if wanted(float(norm)):
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if each.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(each.get_parameters(), each.config.clip_grad, norm)
+        optimizer.step_with_ready_grads()
+    return float(norm)

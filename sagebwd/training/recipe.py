@@ -103,6 +103,9 @@ class Train(Section):
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="auto: bf16 mixed precision with FP32 master weights on a GPU, fp32 on a CPU"
     )
+    deterministic: bool = Field(
+        False, description="on a GPU, the same bits in every run: slower kernels; a CPU's are the same in any case"
+    )
 
 
 class Optimizer(Section):
@@ -130,7 +133,31 @@ class Evaluation(Section):
 
 
 class Checkpoint(Section):
-    every_steps: Positive = Field(100, description="a checkpoint every so many steps, and at the last")
+    """When checkpoints are written, beside the last one, and which stay. Nothing here changes a result."""
+
+    every_steps: Positive | None = Field(100, description="every so many steps; null: not by steps")
+    every_minutes: float | None = Field(None, gt=0, description="and every so many minutes; null: not by the clock")
+    keep_last: Positive = Field(2, description="how many of the newest stay; 2: one if the newest turns out damaged")
+    keep_every: Positive | None = Field(None, description="and for ever the first one in every so many steps")
+    accept_changed: tuple[str, ...] = Field(
+        (), description="keys of the recipe, or sections, that may differ from the checkpoint's; each change is logged"
+    )
+
+
+class Health(Section):
+    """When a run is sick, and what is done then."""
+
+    bad_steps: Positive = Field(
+        5, description="a step whose loss or gradient is NaN or infinite is skipped; so many in a row end the run"
+    )
+    spike_nats: float = Field(
+        1.0, gt=0, description="a loss so far above the median of the last 32 is a spike: counted"
+    )
+    rewind: bool = Field(
+        False, description="at a spike go back to the last checkpoint and leave out the samples since: other samples"
+    )
+    max_rewinds: Positive = Field(3, description="how often a run may go back")
+    hang_minutes: float = Field(10, gt=0, description="without progress for so long, all ranks end with the cause")
 
 
 class Parallel(Section):
@@ -150,4 +177,5 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
+    health: Health = Health()
     parallel: Parallel = Parallel()

@@ -1,4 +1,5 @@
-"""The folder of one arm's run: runs/<recipe>/<arm>/ with event files, config.yaml, meta.json, checkpoints/, log.txt."""
+"""The folder of one arm's run: runs/<recipe>/<arm>/ with event files, log.jsonl, config.yaml, meta.json, status.json,
+checkpoints/, log.txt."""
 
 from __future__ import annotations
 
@@ -8,24 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from sagebwd.errors import UserError
-from sagebwd.training import recipe_file
+from sagebwd.training import changes, recipe_file
 from sagebwd.training.recipe import Recipe
 
 CONFIG, META, LOG, EVENTS = "config.yaml", "meta.json", "log.txt", "events.out.tfevents.*"
+SICK = "sick_step.json"  # of a run that diverged: where it began, and with which samples
 EXPERIMENT = "experiment.json"  # beside the arms' folders: what the recipe command recorded
 FINISHED = ("done", "diverged")
 
 
 def check(folder: Path, recipe: Recipe) -> None:
-    """Refuse, with a UserError, a folder that holds another recipe's run, or event files of unknown origin."""
+    """Refuse, with a UserError, a folder that holds another recipe's run, or event files of unknown origin.
+
+    What differs and `recipe` accepts (sagebwd.training.changes) is no other run.
+    """
     if not (folder / CONFIG).exists():
         if any(folder.glob(EVENTS)):
             raise UserError(f"{folder} holds event files but no {CONFIG}: move it away, or give another --runs folder")
         return
-    for key, (there, here) in recipe_file.differences(recipe_file.load_config(folder / CONFIG), recipe).items():
+    _, refused = changes.split(changes.between(recipe_file.load_config(folder / CONFIG), recipe), recipe)
+    for change in refused:
         raise UserError(
-            f"{folder} holds a run with {key} = {there!r}, and this one has {here!r}: give the run another name "
-            "(name=...), another --runs folder, or remove that one"
+            f"{folder} holds a run with {change.key} = {change.there!r}, and this one has {change.here!r}: "
+            f"{change.remedy}give the run another name (name=...), another --runs folder, or remove that one"
         )
 
 
@@ -34,9 +40,20 @@ def claim(folder: Path, recipe: Recipe) -> None:
     check(folder, recipe)
     if not (folder / CONFIG).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{CONFIG}.{os.getpid()}"
-        beside.write_text(recipe_file.dump(recipe), encoding="utf-8")
-        beside.replace(folder / CONFIG)
+        write_config(folder, recipe)
+
+
+def update_config(folder: Path, recipe: Recipe) -> None:
+    """A run that was claimed goes on with this recipe: its config.yaml says so from here on."""
+    if (folder / CONFIG).exists() and recipe_file.load_config(folder / CONFIG) != recipe:
+        write_config(folder, recipe)
+
+
+def write_config(folder: Path, recipe: Recipe) -> None:
+    """config.yaml, replaced whole."""
+    beside = folder / f".{CONFIG}.{os.getpid()}"
+    beside.write_text(recipe_file.dump(recipe), encoding="utf-8")
+    beside.replace(folder / CONFIG)
 
 
 def meta(folder: Path) -> dict[str, Any]:

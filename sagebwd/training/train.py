@@ -1,65 +1,107 @@
 """The training program: one arm of an experiment, on CPU with gloo or on GPUs with NCCL.
 
-Read it top to bottom: `run`, then what `_Arm` builds, its loop, one step, the validation.
+Read it top to bottom: `run`, then what `_Arm` builds, its loop, one step, the validation, and how it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, distributed
 
+from sagebwd.errors import RunError
 from sagebwd.megatron.core_attention import backend_that_ran
 from sagebwd.megatron.documents import packed_documents
 from sagebwd.megatron.model import build_model, parameter_counts
 from sagebwd.tokenizer import Prepared
-from sagebwd.training import budget, checkpoint, metrics, run_folder, world
-from sagebwd.training.checkpoint import State
+from sagebwd.training import (
+    budget,
+    checkpoint,
+    determinism,
+    endings,
+    health,
+    lock,
+    metrics,
+    run_folder,
+    snapshot,
+    status,
+    world,
+)
+from sagebwd.training.checkpoint import Manifest, Position
 from sagebwd.training.data import train_batches, validation_batches
-from sagebwd.training.optimizer import build_optimizer
+from sagebwd.training.optimizer import build_optimizer, update
+from sagebwd.training.preemption import Preemption
 from sagebwd.training.recipe import Recipe
+from sagebwd.training.saver import Outcome, Saver
+from sagebwd.training.snapshot import State
+from sagebwd.training.watchdog import Watchdog
 from sagebwd.training.world import World
 
 logger = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
+End = Literal["done", "diverged", "preempted"]
 
 
-def run(recipe: Recipe, arm: str, folder: Path, prepared: Prepared) -> None:
+def run(recipe: Recipe, arm: str, folder: Path, prepared: Prepared) -> End:
     """Train one arm to the end of its budget; called on every rank, also without torchrun (then a world of one).
 
-    folder: the arm's, with its event files, meta.json and checkpoints. A run that stopped goes on from its latest
-    checkpoint; one that is done or has diverged is not run again. A loss or gradient norm that is NaN or infinite ends
-    the run with status "diverged". Raises UserError: a layout or budget that cannot be, a checkpoint of another run.
+    folder: the arm's, with its event files, meta.json, status.json and checkpoints. A run that stopped goes on from its
+    newest whole checkpoint; one that is done or has diverged is not run again. Returns how it ended: "preempted" after
+    SIGTERM or SIGUSR1 on any rank, with a checkpoint of the step that was under way; "diverged" after health.bad_steps
+    losses or gradient norms in a row that are NaN or infinite.
+
+    Raises UserError: a layout or budget that cannot be, a checkpoint of another run, none that is whole, a folder that
+    another process trains in. Raises RunError: no memory, no disk, a save that failed at the end.
     """
     plan = budget.plan(recipe, budget.data_parallel_size(recipe, world.size()))
+    if run_folder.finished(folder):
+        found = run_folder.meta(folder)["status"]
+        print(f"arm {arm}: {found} already, in {folder}", flush=True)
+        status.settle(folder, "finished" if found == "done" else "failed")
+        return found
     dtype = resolve_dtype(recipe)
     precision = "bf16" if dtype is torch.bfloat16 else "fp32"
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
-    owner = checkpoint.Run(recipe, prepared.digest, prepared.vocab_size)
-    manifest = checkpoint.latest(folder, owner)
-    if run_folder.finished(folder):
-        print(f"arm {arm}: {run_folder.meta(folder)['status']} already, in {folder}", flush=True)
-        return
-    with world.join(recipe.parallel.tensor, recipe.seed) as here:
-        _Arm(recipe, arm, folder, prepared, plan, dtype, owner, here).train(manifest)
+    resolved = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
+    owner = checkpoint.Run(resolved, prepared.digest, prepared.vocab_size)
+    minutes = recipe.health.hang_minutes
+    with (
+        determinism.active(recipe.train.deterministic),
+        world.join(recipe.parallel.tensor, recipe.seed, minutes + 1) as here,  # the watchdog is first, and says more
+        contextlib.ExitStack() as stack,
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        here.agreed(lambda: stack.enter_context(lock.held(folder)) and None)
+        preemption = Preemption(here)
+        stack.enter_context(preemption.listening())
+        watchdog = stack.enter_context(Watchdog(here, minutes, partial(status.fail, folder)))
+        with endings.told(folder, here):
+            training = _Arm(resolved, arm, folder, prepared, plan, dtype, owner, here, preemption, watchdog)
+            manifest = here.agreed(training.find)
+            if here.first:
+                run_folder.update_config(folder, recipe)
+            return training.train(manifest)
 
 
 def resolve_dtype(recipe: Recipe) -> torch.dtype:
     """Of weights and activations: train.precision, where auto means bf16 on a GPU and fp32 on a CPU."""
     bf16 = torch.cuda.is_available() if recipe.train.precision == "auto" else recipe.train.precision == "bf16"
     return torch.bfloat16 if bf16 else torch.float32
+
+
+class _Rewind(Exception):
+    """A spike, and a checkpoint from before it."""
 
 
 class _Arm:
@@ -75,66 +117,118 @@ class _Arm:
         dtype: torch.dtype,
         owner: checkpoint.Run,
         here: World,
+        preemption: Preemption,
+        watchdog: Watchdog,
     ) -> None:
         self.recipe, self.arm, self.folder, self.prepared = recipe, arm, folder, prepared
-        self.plan, self.owner, self.here = plan, owner, here
+        self.plan, self.dtype, self.owner, self.here = plan, dtype, owner, here
+        self.preemption, self.watchdog = preemption, watchdog
         model = build_model(recipe, prepared.vocab_size, dtype)
         config = model.config
+        self.megatron = model
         if dtype is torch.bfloat16:
             model = Float16Module(config, model)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)  # FP32 sums, whatever the weights' dtype
-        model = DistributedDataParallel(config, ddp, model.to(here.device))
-        model.broadcast_params()
+        self.model = DistributedDataParallel(config, ddp, model.to(here.device))
+        self.model.broadcast_params()
         config.finalize_model_grads_func = finalize_model_grads
-        optimizer, schedule = build_optimizer(
-            recipe.optimizer, model, dtype, steps=plan.steps, warmup_steps=plan.warmup_steps
-        )
-        self.state = State(model, optimizer, schedule)
         self.forward_backward = get_forward_backward_func()
-        self.data_group = parallel_state.get_data_parallel_group()
         self.validation = list(validation_batches(recipe, prepared, dp_rank=here.data_rank, dp_size=here.data_size))
-        self.host = torch.empty(2, dtype=torch.float64, pin_memory=here.device.type == "cuda")
+        # Loss sum, tokens, ranks that were asked to stop, whether a checkpoint is due by the clock: of all ranks
+        self.host = torch.zeros(4, dtype=torch.float64, pin_memory=here.device.type == "cuda")
+        self.mine = torch.zeros(
+            2, dtype=torch.float64, pin_memory=here.device.type == "cuda"
+        )  # the latter two, of here
+        self.saver = Saver(folder, owner, here)
+        self.position = Position()
         self.recorder: metrics.Recorder | None = None
+        self.report: status.Reporter | None = None
+        self.probe: health.Probe | None = None
         self.meta: dict[str, Any] = {}
-
-    def train(self, manifest: checkpoint.Manifest | None) -> None:
-        """From the checkpoint, or from the start, to the end or to divergence."""
-        start = 0
+        self.saved: int | None = None  # the newest whole checkpoint's step
         self.spent, self.since = 0.0, time.monotonic()
-        if manifest is not None:
-            checkpoint.load(manifest, self.state, self.here)
-            start, self.spent = manifest.step, manifest.wall_seconds
-        with contextlib.ExitStack() as stack:
-            if self.here.first:
-                self.recorder = stack.enter_context(
-                    metrics.Recorder(self.folder, self.plan, start_step=start, device=self.here.device)
-                )
-            self._begin(start)
-            batches = train_batches(
-                self.recipe,
-                self.prepared,
-                dp_rank=self.here.data_rank,
-                dp_size=self.here.data_size,
-                start_step=start,
-            )
-            for step in range(start + 1, self.plan.steps + 1):
-                result = self._step(step, batches)
-                if self.recorder:
-                    self.recorder.train(result)
-                if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-                    self._diverged(result)
-                    return
-                last = step == self.plan.steps
-                if last or step % self.recipe.evaluation.every_steps == 0:
-                    self._validate(step)
-                if last or step % self.recipe.checkpoint.every_steps == 0:
-                    self._save(step)
-            self._write_meta(status="done")
-            self._say(f"arm {self.arm}: done, {self.plan.steps} steps in {self._seconds():.0f} s, in {self.folder}")
+        self.last_save = self.since
 
-    def _begin(self, start: int) -> None:
-        """Say what starts; the validation loss before the first step, unless an earlier process has measured it."""
+    def find(self, below: int | None = None) -> Manifest | None:
+        """On the first rank: the checkpoint to go on from, whole and of this run; None to start from the beginning."""
+        if below is None:
+            checkpoint.clean(self.folder)
+        manifest = checkpoint.newest_whole(self.folder, self._say, below)
+        if manifest is not None:
+            checkpoint.accept(manifest, self.owner)
+        return manifest
+
+    def train(self, manifest: Manifest | None) -> End:
+        """From the checkpoint, or from the start, to the end, to divergence or until it is asked to stop."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            self._restore(manifest)
+            self._begin()
+            while True:
+                try:
+                    return self._loop()
+                except _Rewind:
+                    self._rewind()
+
+    def _restore(self, manifest: Manifest | None) -> None:
+        """State and position of a checkpoint; what is left of the budget follows from them."""
+        if manifest is not None:
+            self.position = manifest.position
+            self.saved = manifest.position.step
+            self.spent = manifest.position.wall_seconds
+            for change in checkpoint.accept(manifest, self.owner):
+                told = {"step": self.saved, "key": change.key, "from": change.there, "to": change.here}
+                self.position.changes = [*self.position.changes, told]
+                self._say(
+                    f"arm {self.arm}: from step {self.saved} on {change.key} is {change.here!r}, not {change.there!r}"
+                )
+        at, tokens_per_step = self.position, self.recipe.train.tokens_per_step
+        steps = at.step + max(self.recipe.train.total_tokens - at.tokens, 0) // tokens_per_step
+        self.plan = replace(self.plan, steps=steps, tokens=steps * tokens_per_step)
+        optimizer, schedule = build_optimizer(
+            self.recipe.optimizer, self.model, self.dtype, steps=steps, warmup_steps=self.plan.warmup_steps
+        )
+        self.state = State(self.model, optimizer, schedule)
+        if manifest is not None:
+            snapshot.restore(manifest, self.state, self.here)
+        self._open()
+
+    def _open(self) -> None:
+        """Logs and data from the position on."""
+        at, tokens_per_step = self.position, self.recipe.train.tokens_per_step
+        self._close()
+        if self.here.first:
+            self.recorder = metrics.Recorder(
+                self.folder,
+                self.plan,
+                start_step=at.step,
+                device=self.here.device,
+                tokens_ahead=at.tokens - at.step * tokens_per_step,
+            )
+        self.batches = self._batches()
+
+    def _close(self) -> None:
+        if self.recorder:
+            self.recorder.close()
+            self.recorder = None
+
+    def _batches(self, before: int = 0) -> Iterator[Batch]:
+        """Micro-batches of the steps after the position, or after the `before` steps before it."""
+        start = self.position.step - before
+        return train_batches(
+            self.recipe,
+            self.prepared,
+            dp_rank=self.here.data_rank,
+            dp_size=self.here.data_size,
+            start_step=start,
+            steps=self.plan.steps,
+            ahead=self.position.samples - self.position.step * self.plan.sequences_per_step,
+        )
+
+    def _begin(self) -> None:
+        """Say what starts, and write down what the report will tell of it."""
         counts = parameter_counts(self.recipe, self.prepared.vocab_size)
+        start = self.position.step
         self._say(
             f"arm {self.arm}: {counts['total'] / 1e6:.2f}M parameters ({counts['non_embedding'] / 1e6:.2f}M without "
             f"embeddings), {self.recipe.train.precision}, {self.plan.steps} steps of "
@@ -142,11 +236,8 @@ class _Arm:
             f"data {self.here.data_size} on {self.here.device.type}"
             + (f", going on after step {start}" if start else "")
         )
-        self.meta = run_folder.meta(self.folder)
-        if start == 0:
-            self.meta = {"start_loss": self._validate(0)}
-        if self.recorder:
-            self.meta |= {
+        if self.here.first:
+            self.meta = {
                 "arm": self.arm,
                 **metrics.environment(self.here.device),
                 "world_size": self.here.size,
@@ -157,39 +248,98 @@ class _Arm:
                 "data_digest": self.prepared.digest,
                 "steps": self.plan.steps,
             }
-        self._write_meta(status="running")
+            at = self.position
+            first = status.Status("running", at.step, self.plan.steps, at.tokens, checkpoint=self.saved)
+            self.report = status.Reporter(self.folder, first)
+            self.report.tell(spikes=at.spikes, skipped=at.skipped)
 
-    def _step(self, step: int, batches: Iterator[Batch]) -> metrics.StepResult:
+    def _loop(self) -> End:
+        position, settings = self.position, self.recipe.checkpoint
+        due = False
+        if position.step == 0 and position.start_loss is None:
+            position.start_loss = self._validate()
+            if position.start_loss is None:
+                return self._preempted()
+        elif not position.validated and not self._validate_if_due():
+            return self._preempted()
+        self._write_meta(status="running")
+        while position.step < self.plan.steps:
+            if self._stopping():
+                return self._preempted()
+            result = self._step()
+            self._after(result)
+            if position.bad_in_row >= self.recipe.health.bad_steps:
+                return self._diverged(result)
+            if not self._validate_if_due():
+                return self._preempted()
+            by_steps = settings.every_steps is not None and position.step % settings.every_steps == 0
+            due = due or by_steps or bool(self.host[3] > 0)
+            if due and not position.bad_in_row:  # a state that may be ruined displaces no good checkpoint
+                due = False
+                self._save()
+        self._save_now()
+        return self._done()
+
+    def _stopping(self) -> bool:
+        """Whether any rank was asked to stop, as of the last step; the same on every rank."""
+        return bool(self.host[2] > 0)
+
+    def _step(self) -> metrics.StepResult:
         """One optimizer step over the global batch. The host waits for the device once: for the gradient norm."""
         begin = time.perf_counter()
-        model, optimizer, schedule = self.state.model, self.state.optimizer, self.state.schedule
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        sums = self.forward_backward(
+        optimizer = self.state.optimizer
+        sums = self._gradients(self.batches)
+        total = torch.stack(sums).sum(0)
+        self.mine[0] = self.preemption.requested is not None
+        self.mine[1] = self._due_by_the_clock()
+        total = torch.cat((total, self.mine.to(self.here.device, non_blocking=True)))
+        # Over all ranks, for the flags' sake: of a tensor-parallel group each counts loss and tokens once more, and the
+        # mean stays the same.
+        distributed.all_reduce(total)
+        # Queued before the gradient norm, which the optimizer waits for: once it returns, the copy has arrived.
+        self.host.copy_(total, non_blocking=True)
+        self.state.schedule.step(1)
+        grad_norm = update(optimizer, self._sound)
+        self.position.step += 1
+        self.position.samples += self.plan.sequences_per_step
+        self.position.tokens += self.recipe.train.tokens_per_step
+        self.watchdog.beat(f"step {self.position.step + 1}")
+        return metrics.StepResult(
+            step=self.position.step,
+            loss=self._mean_loss(),
+            learning_rate=optimizer.param_groups[0]["lr"],
+            grad_norm=grad_norm,
+            seconds=time.perf_counter() - begin,
+            skipped=not health.sound(self._mean_loss(), grad_norm),
+        )
+
+    def _mean_loss(self) -> float:
+        loss_sum, tokens, *_ = self.host.tolist()
+        return loss_sum / tokens
+
+    def _sound(self, grad_norm: float) -> bool:
+        return health.sound(self._mean_loss(), grad_norm)
+
+    def _due_by_the_clock(self) -> bool:
+        minutes = self.recipe.checkpoint.every_minutes
+        return bool(self.here.first and minutes and time.monotonic() - self.last_save >= 60 * minutes)
+
+    def _gradients(self, batches: Iterator[Batch]) -> list[Tensor]:
+        """Forward and backward over the micro-batches of a step: each one's loss sum and tokens."""
+        self.model.zero_grad_buffer()
+        self.state.optimizer.zero_grad()
+        return self.forward_backward(
             forward_step_func=self._forward,
             data_iterator=batches,
-            model=[model],
+            model=[self.model],
             num_microbatches=self.plan.accumulation,
             seq_length=self.recipe.data.context,
             micro_batch_size=self.recipe.train.micro_batch,
         )
-        total = torch.stack(sums).sum(0)
-        distributed.all_reduce(total, group=self.data_group)
-        # Queued before the gradient norm, which the optimizer waits for: once it returns, the copy has arrived.
-        self.host.copy_(total, non_blocking=True)
-        schedule.step(1)
-        _, grad_norm, _ = optimizer.step()
-        grad_norm = float(grad_norm)
-        loss_sum, tokens = self.host.tolist()
-        return metrics.StepResult(
-            step=step,
-            loss=loss_sum / tokens,
-            learning_rate=optimizer.param_groups[0]["lr"],
-            grad_norm=grad_norm,
-            seconds=time.perf_counter() - begin,
-        )
 
     def _forward(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
+        if self.probe:
+            self.probe.micro_batch += 1
         losses, mask = self._losses(model, next(batches))
         return losses, partial(_loss, mask)
 
@@ -209,38 +359,202 @@ class _Arm:
             return batch
         return {name: value.pin_memory().to(self.here.device, non_blocking=True) for name, value in batch.items()}
 
+    def _after(self, result: metrics.StepResult) -> None:
+        """Judge the step, log it, and look after the save that is under way. Raises _Rewind."""
+        position = self.position
+        verdict = health.judge(self.recipe.health, position, result.loss, result.grad_norm)
+        if self.recorder:
+            self.recorder.train(result, last_word=verdict == "stop")
+        if verdict == "spike":
+            self._say(f"arm {self.arm}: SPIKE at step {result.step}: loss {result.loss:.4f}")
+        elif result.skipped:
+            self._say(
+                f"arm {self.arm}: SKIPPED step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; "
+                f"weights and optimizer are as before ({position.bad_in_row} in a row, {position.skipped} in all)"
+            )
+        self._tell_of(self.saver.poll())
+        if self.report:
+            rate = self.recipe.train.tokens_per_step / result.seconds
+            at = {"step": position.step, "tokens": position.tokens, "rate": rate}
+            self.report.tell(now=verdict != "well", spikes=position.spikes, skipped=position.skipped, **at)
+        if verdict == "spike" and self.recipe.health.rewind:
+            self._tell_of(self.saver.wait())
+            if self.saved is None or len(position.rewinds) >= self.recipe.health.max_rewinds:
+                why = "there is no checkpoint yet" if self.saved is None else "health.max_rewinds is reached"
+                self._say(f"arm {self.arm}: it does not go back, since {why}")
+            else:
+                raise _Rewind
+
+    def _validate_if_due(self) -> bool:
+        """False: asked to stop while it validated, and nothing came of it."""
+        position = self.position
+        due = position.step == self.plan.steps or position.step % self.recipe.evaluation.every_steps == 0
+        position.validated = not due or self._validate() is not None
+        return position.validated
+
     @torch.no_grad()
-    def _validate(self, step: int) -> float:
-        """Mean loss over the validation set, in nats per token."""
-        model = self.state.model
-        model.eval()
+    def _validate(self) -> float | None:
+        """Mean loss over the validation set, in nats per token; None if a rank was asked to stop meanwhile."""
+        step = self.position.step
+        self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.here.device)
+        self.preemption.begin()
         for batch in self.validation:
-            losses, mask = self._losses(model, batch)
+            if self.preemption.poll():
+                self.model.train()
+                return None
+            losses, mask = self._losses(self.model, batch)
             total += _loss(mask, losses)[2]
-        distributed.all_reduce(total, group=self.data_group)
-        model.train()
+            self.watchdog.beat(f"validation after step {step}")
+        distributed.all_reduce(total)
+        self.model.train()
         loss_sum, tokens = total.tolist()
+        self.watchdog.beat(f"step {step + 1}")
         if self.recorder:
             self.recorder.validation(step, loss_sum / tokens)
         return loss_sum / tokens
 
-    def _save(self, step: int) -> None:
+    def _save(self) -> None:
+        """Take a snapshot now, once the save before is written; it is written while training goes on."""
+        self.watchdog.beat(f"the checkpoint of step {self.position.step}")
+        self._tell_of(self.saver.wait())
         if self.recorder:
-            self.recorder.flush()
-        checkpoint.save(self.folder, step, self._seconds(), self.state, self.owner, self.here)
-        self._write_meta(status="running", step=step)
+            self.recorder.flush()  # so that a run that goes on from here has every point up to it
+        self.position.adam_step = snapshot.updates(self.state)
+        self.position.wall_seconds = self._seconds()
+        self.saver.save(self.state, replace(self.position))
+        self.last_save = time.monotonic()
+        self.watchdog.beat(f"step {self.position.step + 1}")
 
-    def _diverged(self, result: metrics.StepResult) -> None:
-        self._write_meta(status="diverged", step=result.step)
+    def _save_now(self) -> None:
+        """Save and wait for it. Raises RunError: it could not be written."""
+        self._tell_of(self.saver.wait())
+        if self.saved == self.position.step:
+            return
+        self._save()
+        outcome = self.saver.wait()
+        self._tell_of(outcome)
+        if outcome.error:
+            last = "there is none before it" if self.saved is None else f"the last good one is of step {self.saved}"
+            raise RunError(
+                f"the checkpoint of step {outcome.step} could not be written ({outcome.error}), and {last}: mend that, "
+                "and the same command resumes"
+            )
+
+    def _tell_of(self, outcome: Outcome | None) -> None:
+        """What became of a save. One that failed is said, and training goes on: the checkpoint before it is good."""
+        if outcome is None:
+            return
+        if outcome.error is None:
+            self.saved = outcome.step
+            self._write_meta(status="running", step=outcome.step)
+            if self.report:
+                self.report.tell(checkpoint=outcome.step, cause=None)
+            return
+        last = "there is none before it" if self.saved is None else f"the last good one is of step {self.saved}"
+        sentence = f"the checkpoint of step {outcome.step} could not be written ({outcome.error}); {last}"
+        self._say(f"arm {self.arm}: WARNING: {sentence}; training goes on")
+        if self.report:
+            self.report.tell(cause=sentence)
+
+    def _rewind(self) -> None:
+        """Back to the last checkpoint before the spike; the samples since are left out."""
+        spike = self.position
+        manifest = self.here.agreed(lambda: self.find(below=spike.step))
+        if manifest is None:
+            self._say(f"arm {self.arm}: it does not go back, since no checkpoint is from before the spike")
+            return
+        snapshot.restore(manifest, self.state, self.here)
+        told = {
+            "from": spike.step,
+            "to": manifest.position.step,
+            "samples_left_out": spike.samples - manifest.position.samples,
+        }
+        self.position = replace(
+            manifest.position,
+            samples=spike.samples,
+            spikes=spike.spikes,
+            skipped=spike.skipped,
+            changes=spike.changes,
+            rewinds=[*spike.rewinds, told],
+        )
+        self.saved = manifest.position.step
+        self._open()
         self._say(
-            f"arm {self.arm}: DIVERGED at step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}. "
-            f"It stops here; what it logged is in {self.folder}"
+            f"arm {self.arm}: REWOUND from step {told['from']} to the checkpoint of step {told['to']}; "
+            f"{told['samples_left_out']} samples are left out"
         )
 
-    def _write_meta(self, **changed: Any) -> None:
+    def _done(self) -> End:
+        self._write_meta(status="done")
+        if self.report:
+            self.report.tell(state="finished", step=self.position.step, cause=None)
+        self._say(f"arm {self.arm}: done, {self.plan.steps} steps in {self._seconds():.0f} s, in {self.folder}")
+        return "done"
+
+    def _preempted(self) -> End:
+        """Asked to stop, all ranks at one step boundary: save, unless nothing is trained yet, and end."""
+        if self.position.step:
+            self._save_now()
         if self.recorder:
-            self.meta |= {"wall_seconds": self._seconds(), "backend": backend_that_ran(self.state.model), **changed}
+            self.recorder.flush()
+        self._write_meta(status="running", step=self.saved)
+        cause = "asked to stop (SIGTERM or SIGUSR1)"
+        if self.report:
+            self.report.tell(state="preempted", step=self.position.step, tokens=self.position.tokens, cause=cause)
+        self._say(
+            f"arm {self.arm}: {cause} after step {self.position.step} of {self.plan.steps}; "
+            "the same command goes on from there"
+        )
+        return "preempted"
+
+    def _diverged(self, result: metrics.StepResult) -> End:
+        self._tell_of(self.saver.wait())
+        said = self._diagnose(result)
+        self._write_meta(status="diverged", step=result.step)
+        first = f"the first that is not finite: {said['first']} on rank {said['rank']}"
+        cause = (
+            f"{self.position.bad_in_row} steps in a row with a loss or gradient that is not finite; at step "
+            f"{result.step} {first}; its samples are in {run_folder.SICK}"
+        )
+        if self.report:
+            self.report.tell(state="failed", step=self.position.step, cause=cause)
+        self._say(
+            f"arm {self.arm}: DIVERGED at step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; "
+            f"{first}. It stops here; what it logged is in {self.folder}"
+        )
+        return "diverged"
+
+    def _diagnose(self, result: metrics.StepResult) -> dict[str, Any]:
+        """Do the step again, looking at every module, and write down where it begins and with which samples."""
+        self.probe = health.Probe()
+        with self.probe.on(self.megatron):
+            self._gradients(self._batches(before=1))
+        self.probe.gradients(self.megatron)
+        begin = self.position.samples - self.plan.sequences_per_step
+        mine = self.probe.finding(self.here, begin, self.recipe.train.micro_batch)
+        of_all: list[Any] = [None] * self.here.size
+        distributed.all_gather_object(of_all, mine)
+        worst = health.first_of(of_all)
+        if self.here.first:
+            facts = {
+                "step": result.step,
+                "loss": str(result.loss),
+                "gradient_norm": str(result.grad_norm),
+                **worst,
+                "samples_of_the_step": [begin, self.position.samples - 1],
+                "seed": self.recipe.seed,
+                "data_digest": self.prepared.digest,
+            }
+            (self.folder / run_folder.SICK).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        return worst
+
+    def _write_meta(self, **changed: Any) -> None:
+        if self.here.first:
+            at = self.position
+            self.meta |= {"wall_seconds": self._seconds(), "backend": backend_that_ran(self.model), **changed}
+            self.meta |= {"start_loss": at.start_loss, "skipped_steps": at.skipped, "spikes": at.spikes}
+            self.meta |= {"changes": at.changes, "rewinds": at.rewinds}
             metrics.write_meta(self.folder, self.meta)
 
     def _seconds(self) -> float:
@@ -250,6 +564,8 @@ class _Arm:
     def _say(self, text: str) -> None:
         if self.recorder:
             self.recorder.say(text)
+        elif self.here.first:
+            print(text, flush=True)
 
 
 def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

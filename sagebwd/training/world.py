@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import distributed
 
+from sagebwd.errors import UserError
 from sagebwd.megatron import cpu_compat
 
 
@@ -33,6 +36,23 @@ class World:
         """Whether this process writes logs, events and the manifest."""
         return self.rank == 0
 
+    def agreed(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` answers on the first rank, on every rank. Of a UserError the first rank alone tells: the others
+        end with its exit code."""
+        answer: list[Any] = [None, None]
+        if self.first:
+            try:
+                answer[0] = ask()
+            except UserError as error:
+                answer[1] = error
+        if self.size > 1:
+            distributed.broadcast_object_list(answer, device=self.device)
+        if answer[1] is not None:
+            if self.first:
+                raise answer[1]
+            raise SystemExit(2)
+        return answer[0]
+
 
 def size() -> int:
     """Ranks of this run: torchrun's, or one. Known before anything is initialised."""
@@ -40,12 +60,13 @@ def size() -> int:
 
 
 @contextlib.contextmanager
-def join(tensor: int, seed: int) -> Iterator[World]:
+def join(tensor: int, seed: int, timeout_minutes: float = 10) -> Iterator[World]:
     """Join the run's processes (torchrun's, or a world of one without it) and leave them all at the end.
 
     NCCL and the GPU of LOCAL_RANK where CUDA is available, gloo and the CPU elsewhere. Every random state is seeded:
     the same seed on every rank for what is replicated (weights), another for each TP rank's model-parallel stream.
-    `tensor` divides the number of ranks (budget.data_parallel_size has refused anything else).
+    `tensor` divides the number of ranks (budget.data_parallel_size has refused anything else). timeout_minutes: after
+    which a collective that does not end fails.
     """
     if tensor > 1:
         # one hardware queue: a TP all-reduce issued before a weight-gradient product then also starts before it
@@ -54,7 +75,7 @@ def join(tensor: int, seed: int) -> Iterator[World]:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    with cpu_compat.active(), _process_group(device):
+    with cpu_compat.active(), _process_group(device, timedelta(minutes=timeout_minutes)):
         try:
             # gloo groups beside NCCL's serve optimizers and checkpoints that are not used here
             parallel_state.initialize_model_parallel(
@@ -79,12 +100,13 @@ def join(tensor: int, seed: int) -> Iterator[World]:
 
 
 @contextlib.contextmanager
-def _process_group(device: torch.device) -> Iterator[None]:
+def _process_group(device: torch.device, timeout: timedelta) -> Iterator[None]:
     """torch.distributed's default group, unless the caller has made one: torchrun's store serves one only."""
     if distributed.is_initialized():
         yield
         return
     options = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+    options["timeout"] = timeout
     if "RANK" not in os.environ:
         options |= {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
     distributed.init_process_group(**options)

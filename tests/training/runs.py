@@ -1,7 +1,9 @@
 """Runs to test on: tiny recipes, and what a run logged."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,3 +49,18 @@ def logged(folder: Path) -> Logged:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return Logged({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]})
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """What log.jsonl says, without what depends on the machine."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+
+
+def changed(recipe: Recipe, change: dict[str, Any]) -> Recipe:
+    """The recipe with other values, nested as they are in it."""
+
+    def merged(tree: dict, change: dict) -> dict:
+        return tree | {k: merged(tree[k], v) if isinstance(v, dict) else v for k, v in change.items()}
+
+    return Recipe.model_validate(merged(recipe.model_dump(), change))

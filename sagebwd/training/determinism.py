@@ -1,0 +1,37 @@
+"""The switch train.deterministic: the same bits in every run on the same GPUs, each setting with its reason."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+ENVIRONMENT = {
+    # cuBLAS with several streams picks workspaces, and so sums, by chance; it reads this when it is first used
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # NCCL would choose the algorithm of an all-reduce, and so its order of summation, by what it measures
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
+
+
+@contextlib.contextmanager
+def active(deterministic: bool) -> Iterator[None]:
+    """Before CUDA and NCCL are first used. Does nothing if `deterministic` is false."""
+    if not deterministic:
+        yield
+        return
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        # An operation without a deterministic kernel raises. SDPA then leaves cuDNN out: its backward has none.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what was not written
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
