@@ -14,7 +14,7 @@ ifeq ($(origin PY),file)
   READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup test lint compare bench doctor compile-check sanitize tensorboard clean
+.PHONY: help setup test lint survive compare bench doctor compile-check sanitize tensorboard clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +39,9 @@ lint: $(READY) ## ruff: lint and format
 
 compare: $(READY) ## compare the runs in RUNS/RECIPE again: make compare RECIPE=small
 	$(PY) -m sagebwd.cli compare $(RUNS)/$(or $(RECIPE),small)
+
+survive: $(READY) ## kill, stop, damage and starve training 200 times; docs/survival.md is what came of it
+	OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.survival --kills 200 --table docs/survival.md
 
 bench: $(READY) ## SageBwd against full-precision attention on this machine's GPU: ARGS=--quick takes under a minute
 	$(PY) -m sagebwd.kernels.benchmarks.bench $(ARGS)

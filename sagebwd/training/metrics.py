@@ -113,7 +113,6 @@ class Recorder(AbstractContextManager):
     def flush(self) -> None:
         """All points so far on disk: called before a checkpoint, so that a resumed run has every point up to it."""
         self.writer.flush()
-        self.journal.flush()
 
     def _memory_gib(self) -> float:
         """Peak memory of this process so far: allocated on its GPU, or resident where there is none."""

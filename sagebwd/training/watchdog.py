@@ -6,6 +6,7 @@ long, it looks up the others. The one that hangs is a step behind, or, if its pr
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -36,12 +37,15 @@ class Watchdog(AbstractContextManager):
         # a clone: a request of this thread's must not wait behind one of the main thread's
         self.store = distributed.distributed_c10d._get_default_store().clone() if here.size > 1 else None
         self.over = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self.thread.start()
+        self.threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+        if self.store is not None:
+            self.threads.append(threading.Thread(target=self._tell, name="watchdog's word", daemon=True))
+        for thread in self.threads:
+            thread.start()
 
     def __exit__(self, *error: Any) -> None:
         self.over.set()
-        self.thread.join()
+        self.threads[0].join()
 
     def beat(self, doing: str) -> None:
         """The rank has made progress and now does this."""
@@ -49,7 +53,6 @@ class Watchdog(AbstractContextManager):
 
     def _watch(self) -> None:
         while not self.over.wait(self.every):
-            self._tell()
             if self.since is not None and time.monotonic() - self.since > self.seconds:
                 cause = f"no progress for {self.seconds / 60:g} minutes (health.hang_minutes) in {self.doing}"
                 cause += self._whose_fault()
@@ -59,15 +62,25 @@ class Watchdog(AbstractContextManager):
                 os._exit(EXIT)
 
     def _tell(self) -> None:
-        if self.store is not None:
-            said = {"beats": self.beats, "doing": self.doing, "time": time.time()}
-            said |= {"host": socket.gethostname(), "pid": os.getpid()}
-            self.store.set(f"watchdog/{self.here.rank}", json.dumps(said))
+        """A thread of its own: the store may be the one that hangs."""
+        with contextlib.suppress(RuntimeError):  # the store's host is gone: training will notice
+            while not self.over.wait(self.every):
+                said = {"beats": self.beats, "doing": self.doing, "time": time.time()}
+                said |= {"host": socket.gethostname(), "pid": os.getpid()}
+                self.store.set(f"watchdog/{self.here.rank}", json.dumps(said))
 
     def _whose_fault(self) -> str:
-        """The ranks that hold the others up; "" where there is one rank only, or no rank differs."""
+        """In words; "" for a single rank."""
         if self.store is None:
             return ""
+        answer: list[str] = []
+        asking = threading.Thread(target=lambda: answer.append(self._behind()), daemon=True)
+        asking.start()
+        asking.join(10)
+        return answer[0] if answer else ": the rank that holds torch.distributed's store (rank 0) does not answer"
+
+    def _behind(self) -> str:
+        """The ranks that hold the others up."""
         told = {}
         for rank in range(self.here.size):
             key = f"watchdog/{rank}"
