@@ -1,0 +1,120 @@
+"""status.json and `sagebwd status`: what a launch script acts on."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sagebwd.errors import UserError
+from sagebwd.training import lock, status
+from sagebwd.training.journal import Journal
+from sagebwd.training.status import Reporter, Status
+
+AT = Status("running", step=30, of=120, tokens=30_000, rate=1000.0, checkpoint=25, spikes=1, skipped=2)
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "words"),
+    [
+        ("finished", 0, "finished"),
+        ("preempted", 75, "the same command goes on"),
+        ("running", 75, "interrupted (its process is gone)"),
+        ("failed", 1, "cause       disk full"),
+    ],
+)
+def test_the_exit_code_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, code: int, words: str
+) -> None:
+    Reporter(tmp_path, AT).tell(state=state, cause="disk full" if state == "failed" else None)
+    assert status.show(tmp_path) == code
+    said = capsys.readouterr().out
+    assert words in said
+    for line in (
+        "step 30 of 120 (25.0 %), 30,000 tokens",
+        "1,000 tokens/s, 1 min 30 s left",
+        "step 25",
+        "1 spike(s), 2",
+    ):
+        assert line in said
+
+
+def test_a_run_under_way_is_neither(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Reporter(tmp_path, AT).tell()
+    with lock.held(tmp_path):
+        assert status.show(tmp_path) == status.RUNNING
+    assert "running" in capsys.readouterr().out
+    assert status.exit_code(tmp_path) == status.RESUMABLE
+
+
+def test_the_first_cause_stands(tmp_path: Path) -> None:
+    """Of two ranks that fail, the one that the other fell over; and the first rank's next word does not hide it."""
+    reporter = Reporter(tmp_path, AT)
+    reporter.tell()
+    status.fail(tmp_path, "rank 1 is out of memory")
+    status.fail(tmp_path, "rank 0 lost the connection")
+    reporter.tell(step=31)
+    found = status.read(tmp_path)
+    assert (found.state, found.cause, found.step) == ("failed", "rank 1 is out of memory", 30)
+    Reporter(tmp_path, replace(AT, step=25)).tell()  # the next process
+    assert status.read(tmp_path).state == "running"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"state": "asleep"}', '{"state": "running", "step": "1", "of": 2, "tokens": 3}']
+)
+def test_what_is_no_status_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match="no status"):
+        status.read(tmp_path)
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(UserError, match="cannot be read"):
+        status.read(tmp_path)
+
+
+def test_the_command_imports_nothing_heavy(tmp_path: Path) -> None:
+    Reporter(tmp_path, replace(AT, state="preempted")).tell()
+    program = (
+        "import sys; from sagebwd.cli import main\n"
+        f"code = main(['status', {str(tmp_path)!r}])\n"
+        "assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)\n"
+        "sys.exit(code)"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stderr) == (75, "")
+
+
+def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from sagebwd.training import lock\n"
+        f"with lock.held(Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        assert lock.is_held(tmp_path)
+        with (
+            pytest.raises(UserError, match=rf"another process trains in \S+ \(process {process.pid} on "),
+            lock.held(tmp_path),
+        ):
+            pass
+        process.kill()
+    assert not lock.is_held(tmp_path)
+    with lock.held(tmp_path):
+        assert lock.is_held(tmp_path)
+
+
+def test_the_journal_is_cut_where_the_run_goes_on(tmp_path: Path) -> None:
+    first = Journal(tmp_path, last_step=-1)
+    for step in range(6):
+        first.write(step, loss=float(step) if step else float("nan"))
+    first.close()
+    path = tmp_path / "log.jsonl"
+    path.write_text(path.read_text() + '{"step": 6, "lo')  # killed while it wrote
+    second = Journal(tmp_path, last_step=3)
+    second.write(4, loss=0.5)
+    second.close()
+    lines = path.read_text().splitlines()
+    assert lines[0] == '{"step": 0, "loss": "nan"}'
+    assert lines[3:] == ['{"step": 3, "loss": 3.0}', '{"step": 4, "loss": 0.5}']
+    Journal(tmp_path, last_step=-1).close()
+    assert path.read_text() == ""
