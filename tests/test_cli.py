@@ -53,6 +53,7 @@ def one_line_error(answer: subprocess.CompletedProcess[str]) -> str:
         (f"train {SMALL} --arm sage", "has no arm 'sage'"),
         (f"train {SMALL}", "the following arguments are required: --arm"),
         ("compare runs/nowhere", "no folder runs/nowhere"),
+        ("status runs/nowhere", "no status.json in runs/nowhere"),
         ("compare recipes more", "unknown argument 'more'"),
         ("recip", "invalid choice: 'recip'"),
         ("", "required"),
@@ -128,6 +129,7 @@ def test_an_experiment_from_end_to_end(tiny: Path) -> None:
     result = json.loads((folder / "report" / "summary.json").read_text())["arms"]["sagebwd"]["result"]
     assert result["steps"] == 12
     assert abs(result["gap"]) < 0.1
+    assert sagebwd("status", "runs/tiny/fpa", cwd=here).returncode == 0
     assert "sagebwd recipe tiny.yaml" in (folder / "report" / "report.md").read_text()
 
     # A second call does nothing again, and another recipe may not take the folder.
@@ -138,6 +140,7 @@ def test_an_experiment_from_end_to_end(tiny: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in before}
     complaint = one_line_error(sagebwd("recipe", tiny.name, "optimizer.lr=2e-2", cwd=here))
     assert "runs/tiny/fpa holds a run with optimizer.lr = 0.01, and this one has 0.02" in complaint
+    assert "checkpoint.accept_changed=[optimizer.lr]" in complaint
     assert sagebwd("compare", "runs/tiny", cwd=here).returncode == 0
 
     # A checkpoint of another model is refused. (Put there by hand: the folder's config.yaml would be refused before.)
@@ -193,6 +196,34 @@ def test_two_ranks_under_torchrun(tiny: Path) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     meta = json.loads((tiny.parent / "runs/two/sagebwd/meta.json").read_text())
     assert (meta["world_size"], meta["tensor"]) == (2, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_recipe_that_is_asked_to_stop_ends_with_75_and_goes_on(tiny: Path, ranks: int) -> None:
+    """As SLURM does it: SIGTERM to the command. With two ranks that is torchrun's parent."""
+    here, name = tiny.parent, f"stopped{ranks}"
+    command = [sys.executable, "-m", "sagebwd.cli", "recipe", tiny.name, f"name={name}", "--nproc", str(ranks)]
+    command += ["checkpoint.every_steps=1000", "evaluation.every_steps=1000", "train.total_tokens=76800"]
+    folder = here / "runs" / name / "fpa"
+    with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: (folder / "log.jsonl").exists() and '"step": 3' in (folder / "log.jsonl").read_text(), process)
+        assert sagebwd("status", folder).returncode == 3
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate()
+    assert process.returncode == 75, output + errors
+    assert "Traceback" not in output + errors
+    assert "stopped: arm fpa was asked to" in errors
+    assert not (here / "runs" / name / "sagebwd").exists()
+    told = sagebwd("status", folder)
+    assert told.returncode == 75
+    assert "preempted" in told.stdout
+    step = json.loads((folder / "status.json").read_text())["checkpoint"]
+    assert step >= 3
+
+    again = subprocess.run([*command, "--arms", "fpa"], cwd=here, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"going on after step {step}" in (folder / "log.txt").read_text()
+    assert sagebwd("status", folder).returncode == 0
 
 
 def wait_for(condition: object, process: subprocess.Popen[str]) -> None:

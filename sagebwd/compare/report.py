@@ -158,6 +158,7 @@ def _setup(experiment: dict[str, Any], runs: list[Run]) -> list[str]:
             "data": f"{run.recipe.data.corpus}, digest {meta['data_digest'][:16]}" if "data_digest" in meta else None,
             "versions": versions or None,
             "commit": meta.get("commit"),
+            "changed on the way": _changed(meta),
         }
         for fact, text in said.items():
             facts.setdefault(fact, []).append(text or "not known")
@@ -166,10 +167,22 @@ def _setup(experiment: dict[str, Any], runs: list[Run]) -> list[str]:
         if key in experiment:
             lines.append(f"| {fact} | `{experiment[key]}` |")
     for fact, texts in facts.items():
+        if fact == "changed on the way" and set(texts) == {"nothing"}:
+            continue
         same = len(set(texts)) == 1
         each = texts[0] if same else "; ".join(f"{run.name}: {text}" for run, text in zip(runs, texts, strict=True))
         lines.append(f"| {fact} | {each} |")
     return lines
+
+
+def _changed(meta: dict[str, Any]) -> str:
+    """What a run was resumed with that its beginning did not have, and samples that it left out after a spike."""
+    told = [f"{c['key']} from {c['from']} to {c['to']} after step {c['step']}" for c in meta.get("changes", [])]
+    told += [
+        f"rewound from step {r['from']} to {r['to']}, leaving out {r['samples_left_out']} samples"
+        for r in meta.get("rewinds", [])
+    ]
+    return "; ".join(told) or "nothing"
 
 
 def _recipe(runs: list[Run]) -> list[str]:

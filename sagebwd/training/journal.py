@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Journal:
         self.file.close()
 
     def write(self, step: int, **facts: Any) -> None:
+        facts |= {"time": round(time.time(), 3)}  # seconds since 1970
         said = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in facts.items()}
         self.file.write(json.dumps({"step": step, **said}) + "\n")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sagebwd.tokenizer import Prepared, prepare
+from sagebwd.training import run_folder
 from sagebwd.training.recipe import Data
 from tests.training.runs import ARMS, logged, tiny_recipe
 
@@ -91,3 +92,23 @@ def test_a_run_goes_on_with_another_number_of_data_parallel_ranks(run: Run) -> N
     points = logged(run("other_dp", 2, 1, ("fpa",)) / "fpa").scalars["train/loss"]
     assert [step for step, _ in points] == list(range(STEPS // 2 + 1, STEPS + 1))
     assert points[-1][1] == pytest.approx(logged(one).values("train/loss")[-1], abs=1e-5)
+
+
+@pytest.mark.parametrize(("before", "ranks", "tensor"), [("tp1", 2, 2), ("tp2", 2, 1)])
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_run_goes_on_with_another_tensor_parallel_size(
+    run: Run, arm: str, before: str, ranks: int, tensor: int
+) -> None:
+    """Weights and moments are cut anew, SwiGLU's halves each for itself; and meta.json says that the layout changed."""
+    whole = run(before, *LAYOUTS.get(before, (1, 1))) / arm
+    name = f"{before}_to_tp{tensor}_{arm}"
+    there = whole.parent.parent / name / arm
+    shutil.copytree(whole / "checkpoints", there / "checkpoints")
+    (there / "checkpoints" / "latest").write_text(f"step_{STEPS // 2:08d}")
+    points = logged(run(name, ranks, tensor, (arm,)) / arm).scalars["train/loss"]
+    assert [step for step, _ in points] == list(range(STEPS // 2 + 1, STEPS + 1))
+    losses = [loss for _, loss in points]
+    assert losses[0] == pytest.approx(logged(whole).values("train/loss")[STEPS // 2], abs=2e-6)
+    assert losses == pytest.approx(logged(whole).values("train/loss")[STEPS // 2 :], abs=1e-5)
+    (change,) = run_folder.meta(there)["changes"]
+    assert (change["key"], change["to"]) == ("parallel.tensor", tensor)

@@ -1,14 +1,19 @@
 """Both arms through the training program on a GPU: bf16, NCCL, the kernels that count, and a resume."""
 
+import os
 import shutil
+import signal
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+from sagebwd.errors import RunError
 from sagebwd.tokenizer import Prepared, prepare
-from sagebwd.training import run_folder, train
-from sagebwd.training.recipe import Data, Recipe
-from tests.training.runs import Logged, logged, tiny_recipe
+from sagebwd.training import checkpoint, health, run_folder, status, train
+from sagebwd.training.recipe import Data, Health, Recipe
+from tests.training.runs import Logged, changed, logged, tiny_recipe
 
 pytest_plugins = ("tests.small_corpus",)
 pytestmark = pytest.mark.gpu
@@ -53,3 +58,71 @@ def test_a_resumed_run_goes_on_where_it_was(small_data: Data, prepared: Prepared
     after = run(resumed, recipe(small_data, "sagebwd"), prepared).scalars["train/loss"]
     assert [step for step, _ in after] == list(range(STEPS // 2 + 1, STEPS + 1))
     assert [loss for _, loss in after] == pytest.approx(before[STEPS // 2 :], abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["fpa", "sagebwd"])
+def test_with_the_deterministic_switch_a_resumed_run_is_the_same_bitwise(
+    small_data: Data, prepared: Prepared, tmp_path: Path, kind: str
+) -> None:
+    """And its checkpoints, which are copied and written while it trains on."""
+    exact = changed(recipe(small_data, kind), {"train": {"deterministic": True}, "checkpoint": {"every_steps": 5}})
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    before = run(whole, exact, prepared).scalars
+    shutil.copytree(whole / "checkpoints", resumed / "checkpoints")
+    (resumed / "checkpoints" / "latest").write_text("step_00000015")
+    after = run(resumed, exact, prepared).scalars
+    assert after["train/loss"] == before["train/loss"][15:]
+    assert after["train/grad_norm"] == before["train/grad_norm"][15:]
+    ends = [checkpoint.read(folder / "checkpoints" / checkpoint.name(STEPS)).files for folder in (whole, resumed)]
+    assert ends[0] == ends[1]
+
+
+def test_a_stopped_run_saves_and_goes_on(
+    small_data: Data, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = changed(recipe(small_data, "sagebwd"), {"train": {"deterministic": True}})
+    before = run(tmp_path / "whole", exact, prepared).scalars["train/loss"]
+    judge, folder = health.judge, tmp_path / "stopped"
+
+    def stop(settings: Health, position: checkpoint.Position, *step: float) -> str:
+        if position.step == 7:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return judge(settings, position, *step)
+
+    monkeypatch.setattr(health, "judge", stop)
+    assert train.run(exact, "sagebwd", folder, prepared) == "preempted"
+    assert status.exit_code(folder) == status.RESUMABLE
+    monkeypatch.undo()
+    assert run(folder, exact, prepared).scalars["train/loss"] == before
+
+
+def test_out_of_memory_says_what_to_change(small_data: Data, prepared: Prepared, tmp_path: Path) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    hog = torch.empty(free - 2**29, dtype=torch.uint8, device="cuda")
+    large = changed(
+        recipe(small_data, "fpa"), {"train": {"micro_batch": 4096, "tokens_per_step": 2**17, "total_tokens": 2**18}}
+    )
+    with pytest.raises(RunError, match=r"out of GPU memory .* lower train\.micro_batch"):
+        train.run(large, "fpa", tmp_path, prepared)
+    assert status.read(tmp_path).state == "failed"
+    del hog
+
+
+def test_a_step_waits_for_the_gpu_once(small_data: Data, prepared: Prepared, tmp_path: Path) -> None:
+    """For the gradient norm, in Megatron: no line of the step itself, nor of what follows it, waits."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run(tmp_path, changed(recipe(small_data, "sagebwd"), {"checkpoint": {"every_steps": 5}}), prepared)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    synchronous = {(Path(w.filename).name, w.lineno) for w in caught if "synchroniz" in str(w.message)}
+    assert any(name == "clip_grads.py" for name, _ in synchronous)  # so the others would have been seen
+    hot = (train._Arm._step, train._Arm._gradients, train._Arm._after, train._Arm._losses, train._Arm._save)
+    lines = {
+        n
+        for f in hot
+        for n in range(f.__code__.co_firstlineno, max(line for *_, line in f.__code__.co_lines() if line))
+    }
+    assert not {(name, line) for name, line in synchronous if name == "train.py" and line in lines}

@@ -22,7 +22,7 @@ from sagebwd.tokenizer import Prepared, load_prepared, prepare
 from sagebwd.training import checkpoint, run_folder, status, train
 from sagebwd.training.recipe import Data, Recipe
 from tests.small_corpus import small_documents
-from tests.training.runs import changed, journal, logged, tiny_recipe
+from tests.training.runs import changed, comparable, journal, logged, tiny_recipe
 
 STEPS, EVERY = 40, 3
 Hook = Callable[[], None]
@@ -162,10 +162,7 @@ class Arena:
             return []
         text = (folder / "log.jsonl").read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
-        ours = [
-            {key: value for key, value in json.loads(line).items() if not key.startswith("perf/")}
-            for line in whole.splitlines()
-        ]
+        ours = [comparable(json.loads(line)) for line in whole.splitlines()]
         theirs = journal(self.truth(ranks))
         return [] if ours == theirs[: len(ours)] else [f"{folder}/log.jsonl differs after a kill"]
 

@@ -51,10 +51,14 @@ def logged(folder: Path) -> Logged:
     return Logged({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]})
 
 
+def comparable(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key != "time" and not key.startswith("perf/")}
+
+
 def journal(folder: Path) -> list[dict[str, Any]]:
     """What log.jsonl says, without what depends on the machine."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+    return [comparable(line) for line in lines]
 
 
 def changed(recipe: Recipe, change: dict[str, Any]) -> Recipe:
