@@ -22,7 +22,8 @@ def told(folder: Path, here: World) -> Iterator[None]:
     """Around a run. Raises RunError in place of what the machine, and no mistake, is the cause of."""
     try:
         yield
-    except UserError:
+    except UserError as error:
+        status.fail(folder, str(error))
         raise
     except Exception as error:
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST):

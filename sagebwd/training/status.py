@@ -45,10 +45,16 @@ class Status:
 class Reporter:
     """Keeps a run's status.json. Rank 0's; another rank only tells of its own failure."""
 
-    def __init__(self, folder: Path, first: Status) -> None:
-        now = time.time()
+    def __init__(self, folder: Path, steps: int) -> None:
+        """Whoever holds the folder's lock: it runs again, and has come as far as an earlier process said."""
         self.folder, self.written = folder, 0.0
-        self.status = replace(first, started=now, pid=os.getpid(), host=socket.gethostname())
+        try:
+            before = read(folder)
+        except UserError:
+            before = Status("running", 0, steps, 0)
+        me = {"started": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        self.status = replace(before, state="running", of=steps, cause=None, **me)
+        self.tell()
 
     def tell(self, *, now: bool = True, **changed: Any) -> None:
         """Change fields, and write unless `now` is false and the last writing is not EVERY_SECONDS ago."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,7 +48,6 @@ from sagebwd.training.snapshot import State
 from sagebwd.training.watchdog import Watchdog
 from sagebwd.training.world import World
 
-logger = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
 End = Literal["done", "diverged", "preempted"]
 
@@ -82,12 +80,19 @@ def run(recipe: Recipe, arm: str, folder: Path, prepared: Prepared) -> End:
         contextlib.ExitStack() as stack,
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        here.agreed(lambda: stack.enter_context(lock.held(folder)) and None)
+        report: list[status.Reporter] = []  # the first rank's
+
+        def begin() -> None:
+            stack.enter_context(lock.held(folder))
+            report.append(status.Reporter(folder, plan.steps))
+
+        here.agreed(begin)
         preemption = Preemption(here)
         stack.enter_context(preemption.listening())
         watchdog = stack.enter_context(Watchdog(here, minutes, partial(status.fail, folder)))
         with endings.told(folder, here):
             training = _Arm(resolved, arm, folder, prepared, plan, dtype, owner, here, preemption, watchdog)
+            training.report = report[0] if report else None
             manifest = here.agreed(training.find)
             if here.first:
                 run_folder.update_config(folder, recipe)
@@ -134,11 +139,11 @@ class _Arm:
         config.finalize_model_grads_func = finalize_model_grads
         self.forward_backward = get_forward_backward_func()
         self.validation = list(validation_batches(recipe, prepared, dp_rank=here.data_rank, dp_size=here.data_size))
-        # Loss sum, tokens, ranks that were asked to stop, whether a checkpoint is due by the clock: of all ranks
-        self.host = torch.zeros(4, dtype=torch.float64, pin_memory=here.device.type == "cuda")
-        self.mine = torch.zeros(
-            2, dtype=torch.float64, pin_memory=here.device.type == "cuda"
-        )  # the latter two, of here
+        # Loss sum, tokens, ranks that were asked to stop, whether a checkpoint is due by the clock: of all ranks; and
+        # the latter two of this one
+        cuda = here.device.type == "cuda"
+        self.host = torch.zeros(4, dtype=torch.float64, pin_memory=cuda)
+        self.mine = torch.zeros(2, dtype=torch.float64, pin_memory=cuda)
         self.saver = Saver(folder, owner, here)
         self.position = Position()
         self.recorder: metrics.Recorder | None = None
@@ -248,10 +253,10 @@ class _Arm:
                 "data_digest": self.prepared.digest,
                 "steps": self.plan.steps,
             }
+        if self.report:
             at = self.position
-            first = status.Status("running", at.step, self.plan.steps, at.tokens, checkpoint=self.saved)
-            self.report = status.Reporter(self.folder, first)
-            self.report.tell(spikes=at.spikes, skipped=at.skipped)
+            counted = {"spikes": at.spikes, "skipped": at.skipped}
+            self.report.tell(step=at.step, of=self.plan.steps, tokens=at.tokens, checkpoint=self.saved, **counted)
 
     def _loop(self) -> End:
         position, settings = self.position, self.recipe.checkpoint

@@ -15,6 +15,8 @@ from sagebwd.training import checkpoint, health, run_folder, status, train
 from sagebwd.training.recipe import Data, Health, Recipe
 from tests.training.runs import Logged, changed, logged, tiny_recipe
 
+# torch asks for it once, when cuBLAS is first used: by then train.deterministic of a later test is too late
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytest_plugins = ("tests.small_corpus",)
 pytestmark = pytest.mark.gpu
 STEPS = 20

@@ -25,7 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.survival", description=__doc__)
     parser.add_argument("--kills", type=int, default=FEW, help="SIGKILLs, half of them inside a save [50]")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--only", default="", help="faults whose name holds this, or one of several (a,b)")
     parser.add_argument("--table", type=Path, help="write the table to this Markdown file")
     arguments = parser.parse_args()
     # It warns of each restart that purges points, by design.
@@ -49,7 +49,7 @@ def hit(root: Path, kills: int, seed: int, only: str = "") -> Iterator[Tally]:
     arena.truth()
 
     def tally(fault: str) -> Tally | None:
-        return Tally(fault) if only in fault else None
+        return Tally(fault) if any(part in fault for part in only.split(",")) else None
 
     if found := tally("SIGKILL at a random moment"):
         yield faults.killed(arena, found, kills // 2, faults.at_a_random_moment(arena), generator)
