@@ -41,7 +41,7 @@ compare: $(READY) ## compare the runs in RUNS/RECIPE again: make compare RECIPE=
 	$(PY) -m sagebwd.cli compare $(RUNS)/$(or $(RECIPE),small)
 
 survive: $(READY) ## kill, stop, damage and starve training 200 times; docs/survival.md is what came of it
-	OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.survival --kills 200 --table docs/survival.md
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.survival --kills 200 --table docs/survival.md
 
 bench: $(READY) ## SageBwd against full-precision attention on this machine's GPU: ARGS=--quick takes under a minute
 	$(PY) -m sagebwd.kernels.benchmarks.bench $(ARGS)
