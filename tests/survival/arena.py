@@ -117,6 +117,7 @@ class Arena:
     def fork(self, work: Callable[[], Any]) -> Child:
         self.number += 1
         output = self.root / f"output{self.number}.txt"
+        output.touch()  # a process may be killed before it has opened it
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -124,7 +125,7 @@ class Arena:
             return Child(pid, output)
         code = 1
         try:
-            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            file = os.open(output, os.O_WRONLY)
             os.dup2(file, 1)
             os.dup2(file, 2)
             work()

@@ -162,7 +162,7 @@ def one_rank_killed(arena: Arena, tally: Tally, tries: int, generator: random.Ra
 
 def one_rank_hangs(arena: Arena, tally: Tally, tries: int) -> Tally:
     """SIGSTOP to one of two ranks: the other ends itself, and names it."""
-    recipe = changed(arena.recipe, {"health": {"hang_minutes": 0.05}})
+    recipe = changed(arena.recipe, {"health": {"hang_minutes": 0.2}})
     for attempt in range(tries):
         folder = arena.folder()
         children = arena.start(folder, ranks=2, recipe=recipe)
@@ -172,7 +172,7 @@ def one_rank_hangs(arena: Arena, tally: Tally, tries: int) -> Tally:
         code, found = other.wait(), status.read(folder)
         stopped.kill()
         stopped.wait()
-        sentence = f"no progress for 0.05 minutes (health.hang_minutes) in step {last_step(folder) + 1}"
+        sentence = f"no progress for 0.2 minutes (health.hang_minutes) in step {last_step(folder) + 1}"
         # Without torchrun, which keeps the store, it is with rank 0 and cannot be asked.
         blamed = f"rank 1 (process {stopped.pid} on " if attempt % 2 else "(rank 0) does not answer"
         if code != 1 or found.state != "failed" or blamed not in str(found.cause) or sentence not in str(found.cause):
@@ -294,7 +294,7 @@ def _damage(file: Path, damage: str, generator: random.Random) -> None:
     file.write_bytes(content)
 
 
-def _wait_for_step(folder: Path, child: Child, step: int, seconds: float = 120) -> None:
+def _wait_for_step(folder: Path, child: Child, step: int, seconds: float = 600) -> None:
     """Until a later step than this is logged, or the process has ended."""
     until = time.monotonic() + seconds
     while last_step(folder) <= step and not child.ended():
