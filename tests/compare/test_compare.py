@@ -182,6 +182,18 @@ def test_runs_on_other_samples_are_not_compared(folder: Path, other: object, met
         compare(folder)
 
 
+def test_what_changed_on_the_way_is_told(folder: Path) -> None:
+    assert "changed on the way" not in (compare(folder) / "report.md").read_text()
+    change = {"step": 4, "key": "optimizer.lr", "from": 0.1, "to": 0.2}
+    rewind = {"from": 7, "to": 5, "samples_left_out": 16}
+    meta = json.loads((folder / "above" / "meta.json").read_text())
+    (folder / "above" / "meta.json").write_text(json.dumps(meta | {"changes": [change], "rewinds": [rewind]}))
+    assert (
+        "| changed on the way | above: optimizer.lr from 0.1 to 0.2 after step 4; "
+        "rewound from step 7 to 5, leaving out 16 samples; below: nothing; fpa: nothing |"
+    ) in (compare(folder) / "report.md").read_text()
+
+
 def test_folders_without_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no folder .*nowhere"):
         compare(tmp_path / "nowhere")
