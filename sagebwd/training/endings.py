@@ -32,14 +32,14 @@ def told(folder: Path, here: World) -> Iterator[None]:
                 f"rank {here.rank} lost the connection to another rank, which ended or was killed: what it said is "
                 "above or in its log; the same command resumes from the last checkpoint"
             ) from None
-        cause = _sentence(error, here)
+        cause = _sentence(error, here, folder)
         status.fail(folder, cause or f"{type(error).__name__}: {error}")
         if cause is None:
             raise
         raise RunError(cause) from None
 
 
-def _sentence(error: Exception, here: World) -> str | None:
+def _sentence(error: Exception, here: World, folder: Path) -> str | None:
     """The cause and the remedy, of an error that is the machine's; None of any other."""
     if isinstance(error, RunError):
         return str(error)
@@ -50,8 +50,8 @@ def _sentence(error: Exception, here: World) -> str | None:
             "lower train.micro_batch (the global batch stays what it is), raise parallel.tensor, or lower data.context"
         )
     if isinstance(error, OSError) and error.errno in _DISK:
-        where = f" at {error.filename}" if error.filename else ""
         return (
-            f"{error.strerror}{where}: free space or mend the disk; the same command resumes from the last checkpoint"
+            f"{error.strerror}, writing {error.filename or f'into {folder}'}: free space or mend the disk; the same "
+            "command resumes from the last checkpoint"
         )
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -81,7 +82,8 @@ def fail(folder: Path, cause: str) -> None:
     except UserError:
         return
     if found.state == "running":
-        _write(folder, replace(found, state="failed", cause=cause, time=time.time()))
+        with contextlib.suppress(OSError):  # the cause may be that nothing can be written
+            _write(folder, replace(found, state="failed", cause=cause, time=time.time()))
 
 
 def settle(folder: Path, state: Literal["finished", "failed"]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from sagebwd.errors import RunError, UserError
 from sagebwd.tokenizer import Prepared, load_prepared, prepare
 from sagebwd.training import checkpoint, run_folder, status, train
 from sagebwd.training.recipe import Data, Recipe
@@ -132,6 +133,8 @@ class Arena:
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
+        except (UserError, RunError) as error:
+            print(f"error: {error}")  # as the command line does
         except BaseException:
             traceback.print_exc()
         finally:

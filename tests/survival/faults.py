@@ -220,8 +220,8 @@ def disk_full(arena: Arena, tally: Tally, tries: int, disk: Path, generator: ran
         said = child.said()
         whole = checkpoint.newest_whole(folder, lambda line: None)
         # It stopped with the cause, or went on without the saves that failed until there was nothing left to save.
-        if code == 0 or "No space left on device" not in said or whole is None:
-            tally.wrong.append(f"{folder}: exit code {code}, {whole}: {said[-500:]}")
+        if code == 0 or "No space left on device" not in said or "Traceback" in said or whole is None:
+            tally.wrong.append(f"{folder}: exit code {code}, {whole and whole.position.step}: {said[-500:]}")
         before = last_step(folder)
         (disk / "filler").unlink()
         (again,) = arena.start(folder)
