@@ -1,4 +1,4 @@
-"""The command line: `sagebwd recipe | prepare | train | status | compare | doctor`.
+"""The command line: `sagebwd recipe | prepare | train | status | compare | probe | doctor`.
 
 It starts quickly: torch, Megatron and matplotlib are imported where a command uses them, never for --help,
 --print-config or a mistake in a recipe.
@@ -69,7 +69,7 @@ def _log_to_stdout() -> None:
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sagebwd", description=sys.modules["sagebwd"].__doc__)
     commands = parser.add_subparsers(
-        required=True, metavar="recipe | prepare | train | status | compare | doctor", parser_class=_Parser
+        required=True, metavar="recipe | prepare | train | status | compare | probe | doctor", parser_class=_Parser
     )
 
     recipe = _command(commands, "recipe", _recipe, "prepare the data, train every unfinished arm, compare the arms")
@@ -96,6 +96,20 @@ def _build_parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="compare the runs in a folder: a table, a picture, a report")
     compare.add_argument("folder", type=Path, metavar="DIR", help="the folder of a recipe's runs, such as runs/small")
     compare.set_defaults(command=_compare)
+
+    text = "the error of every attention tensor in a trained model, by layer and by rule of the numerics"
+    probe = commands.add_parser("probe", help=text, description=text)
+    text = "an arm's run folder, such as runs/small/fpa, or a checkpoint's"
+    probe.add_argument("folder", type=Path, metavar="DIR", help=text)
+    probe.add_argument(
+        "--sequences", metavar="N", type=_positive, default=4, help="validation sequences that the model sees [4]"
+    )
+    probe.add_argument("--out", metavar="DIR", type=Path, help="where the results go [DIR/probe/STEP]")
+    probe.add_argument(
+        "--save", metavar="FILE", type=Path, help="keep the captured q, k, v and dO in a .safetensors file"
+    )
+    _add_data(probe)
+    probe.set_defaults(command=_probe)
 
     text = "versions, GPUs, which backend a call would get and why; then a self-test of the kernels"
     doctor = commands.add_parser("doctor", help=text, description=text)
@@ -177,8 +191,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if _first_rank():
         run_folder.claim(folder, recipe)
 
-    # Megatron warns that it does without Transformer Engine and Apex, as is meant here, and of a default of its own.
-    warnings.filterwarnings("ignore", ".*(Transformer Engine|Apex|full scope).*", UserWarning, r"megatron\.")
+    _ignore_megatrons_warnings()
     from sagebwd import tokenizer
     from sagebwd.training import train
 
@@ -198,10 +211,25 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _probe(arguments: argparse.Namespace) -> int:
+    _ignore_megatrons_warnings()
+    from sagebwd import probe
+
+    probe.probe(
+        arguments.folder, sequences=arguments.sequences, data=arguments.data, out=arguments.out, save=arguments.save
+    )
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from sagebwd import doctor
 
     return doctor.run()
+
+
+def _ignore_megatrons_warnings() -> None:
+    """It warns that it does without Transformer Engine and Apex, as is meant here, and of a default of its own."""
+    warnings.filterwarnings("ignore", ".*(Transformer Engine|Apex|full scope).*", UserWarning, r"megatron\.")
 
 
 def _first_rank() -> bool:

@@ -1,85 +1,105 @@
 """The error of SageBwd's rules against FP64, as a table: what docs/numerics.md holds.
 
-    python -m sagebwd.attention.error_table
+    python -m sagebwd.attention.error_table [--captured FILE]
 
-On the inputs of the paper's Table 1 (Gaussian; Q and K of standard deviation sigma, V and dO of 1), and with a common
-offset on the keys, as trained keys have. Length, dim and mask are ours, since the paper states none.
+On the inputs of the paper's Table 1 (Gaussian; Q and K of standard deviation sigma, V and dO of 1), with a common
+offset on the keys, as trained keys have, and on tensors of a trained model that `sagebwd probe --save FILE` captured.
+The Gaussian inputs' length, dim and number of heads are ours, since the paper states none.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from typing import NamedTuple
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from sagebwd.attention import reference
+from sagebwd.attention import captured
 from sagebwd.attention.config import QuantConfig
+from sagebwd.attention.errors import OUTPUTS, Error, Tally, mean, measure
+from sagebwd.errors import UserError
 
 HEADS, TOKENS, DIM = 16, 512, 64
-NAMES = ("O", "dQ", "dK", "dV")
+SIGMAS = (1, 3, 5, 8, 10)
+OFFSET = 4  # sigmas
+
+RULES = {
+    "tile, stale (the paper's text)": QuantConfig(granularity="tile"),
+    "tile, matched": QuantConfig(granularity="tile", delta="matched"),
+    "tile, stale, project": QuantConfig(granularity="tile", project=True),
+    "row, stale": QuantConfig(granularity="row"),
+    "row, matched": QuantConfig(granularity="row", delta="matched"),
+    "row, stale, project": QuantConfig(granularity="row", project=True),
+    "row, stale, blocks of 32": QuantConfig(granularity="row", block_q=32, block_k=32),
+    "row, stale, blocks of 128 x 64": QuantConfig(granularity="row", block_q=128, block_k=64),
+    "row, stale, blocks of 128": QuantConfig(granularity="row", block_q=128, block_k=128),
+    "tile, stale, blocks of 128": QuantConfig(granularity="tile", block_q=128, block_k=128),
+    "row, stale, K not smoothed": QuantConfig(granularity="row", smooth_k=False),
+    "row, matched, K not smoothed": QuantConfig(granularity="row", delta="matched", smooth_k=False),
+    "row, stale, K and Q smoothed": QuantConfig(granularity="row", smooth_q=True),
+}
+"""What the table compares. Blocks of 64 and K-smoothing unless said otherwise; block_q x block_k."""
 
 
-class Error(NamedTuple):
-    rel_l2: float  # ||x' - x|| / ||x||
-    cos_sim: float  # cosine of the flattened tensors
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-    """(O, dQ, dK, dV) of causal attention in FP64; all [batch, heads, tokens, dim], as many keys as queries."""
-    q, k, v, do = (x.double() for x in (q, k, v, do))
-    scale = q.shape[-1] ** -0.5
-    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
-    p = (q @ k.mT * scale).masked_fill(hidden, -math.inf).softmax(-1)
-    o = p @ v
-    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
-    return o, ds @ k * scale, ds.mT @ q * scale, p.mT @ do
-
-
-def errors(config: QuantConfig, sigma: float, key_offset: float = 0.0, seed: int = 0) -> tuple[Error, ...]:
-    """Errors of O, dQ, dK and dV. key_offset: standard deviation, in sigmas, of a vector that a head's keys share."""
+def gaussian(
+    configs: Mapping[str, QuantConfig], sigma: float, key_offset: float = 0.0, seed: int = 0
+) -> dict[str, dict[str, Error]]:
+    """Errors by rule and tensor. key_offset: standard deviation, in sigmas, of a vector that a head's keys share."""
     random = torch.Generator().manual_seed(seed)
     q, k, v, do = (torch.randn(1, HEADS, TOKENS, DIM, generator=random) for _ in range(4))
     k = k + key_offset * torch.randn(1, HEADS, 1, DIM, generator=random)
-    q, k = q * sigma, k * sigma
-    args = {"causal": True, "softmax_scale": DIM**-0.5, "config": config}
-    o, saved = reference.forward(q, k, v, **args)
-    ours = (o, *reference.backward(do, v, o, saved, n=TOKENS, **args))
-    return tuple(_error(x.double(), true) for x, true in zip(ours, exact(q, k, v, do), strict=True))
+    tallies = {config: Tally() for config in configs.values()}
+    measure(q * sigma, k * sigma, v, do, softmax_scale=DIM**-0.5, tallies=tallies)
+    return {name: tallies[config].errors() for name, config in configs.items()}
 
 
-def _error(x: Tensor, true: Tensor) -> Error:
-    cosine = torch.nn.functional.cosine_similarity(x.flatten(), true.flatten(), dim=0)
-    return Error(((x - true).norm() / true.norm()).item(), cosine.item())
+def of_captured(
+    configs: Mapping[str, QuantConfig], path: Path, device: torch.device
+) -> tuple[str, dict[str, dict[str, Error]]]:
+    """What was captured, in words, and errors by rule and tensor: means over the layers."""
+    found = captured.Reader(path)
+    layers = []
+    for layer in range(found.layers):
+        tallies = {config: Tally() for config in configs.values()}
+        for q, k, v, do in found.documents(layer, device):
+            measure(q, k, v, do, softmax_scale=found.softmax_scale, tallies=tallies)
+        layers.append({name: tallies[config].errors() for name, config in configs.items()})
+    errors = {name: {tensor: mean([layer[name][tensor] for layer in layers]) for tensor in OUTPUTS} for name in configs}
+    return found.description, errors
 
 
-def row(first: str, config: QuantConfig, sigma: float, key_offset: float = 0.0) -> str:
-    cells = [f"{e.rel_l2:.4f} / {e.cos_sim:.5f}" for e in errors(config, sigma, key_offset)]
-    return f"| {first} | {' | '.join(cells)} |"
+def table(sections: Iterator[tuple[str, dict[str, dict[str, Error]]]]) -> Iterator[str]:
+    """Lines of Markdown: a row for each rule of each section."""
+    yield f"| inputs | rule | {' | '.join(OUTPUTS)} |"
+    yield f"|---|---|{'---|' * len(OUTPUTS)}"
+    for inputs, errors in sections:
+        for rule, of_rule in errors.items():
+            cells = [f"{of_rule[name].rel_l2:.4f} / {of_rule[name].cos_sim:.5f}" for name in OUTPUTS]
+            yield f"| {inputs} | {rule} | {' | '.join(cells)} |"
 
 
-def main() -> None:
-    head = f"| {' | '.join(NAMES)} |\n|{'---|' * (2 + len(NAMES))}"
-    print(f"Rel-L2 / CosSim. Causal, {TOKENS} tokens, {HEADS} heads of {DIM}, blocks of 64, K-smoothing on.\n")
-    print(f"| sigma | P and dS, delta {head}")
-    for sigma, granularity, delta in itertools.product((1, 3, 5, 8, 10), ("tile", "row"), ("stale", "matched")):
-        config = QuantConfig(granularity=granularity, delta=delta)
-        print(row(f"{sigma} | {granularity}, {delta}", config, sigma))
-    print("\nThe other switches, at sigma = 1, row, stale unless said otherwise.\n")
-    print(f"| key offset | switch {head}")
-    switches = {
-        "K-smoothing (default)": QuantConfig(),
-        "none": QuantConfig(smooth_k=False),
-        "K- and Q-smoothing": QuantConfig(smooth_q=True),
-        "K-smoothing, project": QuantConfig(project=True),
-        "none, project": QuantConfig(smooth_k=False, project=True),
-        "blocks of 128": QuantConfig(block_q=128, block_k=128),
-    }
-    for offset, (name, config) in itertools.product((0, 4), switches.items()):
-        print(row(f"{offset} sigma | {name}", config, 1, offset))
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--captured", type=Path, metavar="FILE", help="tensors that `sagebwd probe --save FILE` wrote")
+    arguments = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        sections = []
+        if arguments.captured:
+            description, errors = of_captured(RULES, arguments.captured, device)
+            sections.append(("captured", errors))
+            print(f"captured: {description}; means over the layers.")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"sigma: causal, {TOKENS} tokens, {HEADS} heads of {DIM}. Rel-L2 / CosSim; blocks of 64, K smoothed.\n")
+    sections += [(f"sigma {sigma}", gaussian(RULES, sigma)) for sigma in SIGMAS]
+    sections.append((f"sigma 1, key offset {OFFSET}", gaussian(RULES, 1, OFFSET)))
+    print("\n".join(table(iter(sections))))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,19 @@ class Saved(NamedTuple):
     k_scale: Tensor  # [B, K, U]
     k_smooth: Tensor | None  # [B, K, N', D] with smooth_q
     lse2: Tensor  # [B, K, G, M'] base-2 log-sum-exp of a row of S; +inf where a query sees no key or is padding
+
+
+class Observer(Protocol):
+    """Told what `backward` works with, so that its errors can be measured on the tensors themselves."""
+
+    def delta(self, delta: Tensor) -> None:
+        """[B, K, G, M']."""
+
+    def tile(
+        self, rows: slice, cols: slice, *, p: Tensor, dp: Tensor, ds: Tensor, p_rounded: Tensor, ds_rounded: Tensor
+    ) -> None:
+        """One key tile, [B, K, G, rows, cols]; queries outside of rows see none of it. The rounded ones are dV's and
+        dQ's left operands, times their scales."""
 
 
 def quantise(x: Tensor, dims: tuple[int, ...] | int, *, exact: bool = False) -> tuple[Tensor, Tensor]:
@@ -171,6 +184,7 @@ def forward(
 def backward(
     do: Tensor, v: Tensor, o: Tensor, saved: Saved,
     *, causal: bool, softmax_scale: float, config: QuantConfig, n: int, window: int | None = None, exact: bool = False,
+    observer: Observer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv) in FP32 (FP64), [B, H, M, D] and [B, K, N, D], from dO [B, H, M, D], v, o and `saved`.
 
@@ -210,6 +224,8 @@ def backward(
         for u in range(tiles):
             rows, p, dp = p_and_dp(u)
             delta[..., rows] += (p * dp).sum(-1)
+    if observer:
+        observer.delta(delta)
 
     # Dimensions of a [block_q, block_k] tile that share one scale, for P and dS transposed (dV, dK) and for dS (dQ).
     transposed, plain = ((-2, -1), (-2, -1)) if c.granularity == "tile" else (-2, -1)
@@ -242,6 +258,10 @@ def backward(
         if saved.q_mean is not None:  # Q = Q_smooth + mean: the mean's share takes the unquantised column sum of dS
             part = part + ds_tiles.sum(-2)[..., None] * saved.q_mean[..., t, None, :]
         dk[..., cols, :] = part.sum((2, 3)) * softmax_scale
+        if observer:
+            hat, scale = quantise(ds_tiles, plain, exact=exact)
+            rounded = {"p_rounded": (p_hat * p_scale).flatten(-3, -2), "ds_rounded": (hat * scale).flatten(-3, -2)}
+            observer.tile(rows, cols, p=p, dp=dp, ds=ds, **rounded)
         for x, product, row_sum in ((ds_tiles, dq, eps), (_tiles(p, c.block_q), p_k, weight)):
             if product is None:
                 continue

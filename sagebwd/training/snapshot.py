@@ -10,7 +10,7 @@ Each tensor-parallel rank has its shard under the same names. Data-parallel rank
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -86,11 +86,7 @@ def updates(state: State) -> int:
 
 def restore(manifest: Manifest, state: State, here: World) -> None:
     """Put a checkpoint that is whole into model, optimizer, schedule and random states."""
-    with ExitStack() as stack:
-        files = [
-            stack.enter_context(safe_open(manifest.folder / file_name(rank), framework="pt"))
-            for rank in range(manifest.tensor)
-        ]
+    with _opened(manifest) as files:
         moments: dict[Parameter, dict[str, Tensor]] = {}
         with torch.no_grad():
             for name, parameter in state.parameters():
@@ -106,6 +102,21 @@ def restore(manifest: Manifest, state: State, here: World) -> None:
         state.schedule.num_steps = 0
         state.schedule.step(manifest.position.step)
         _restore_random_states(files, manifest.tensor, here)
+
+
+def restore_weights(manifest: Manifest, model: torch.nn.Module, here: World) -> None:
+    """Put a whole checkpoint's weights alone into a freshly built model, or one in Megatron's Float16Module."""
+    with _opened(manifest) as files, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_mine(files, f"weight/{name.removeprefix('module.')}", parameter, here))
+
+
+@contextmanager
+def _opened(manifest: Manifest) -> Iterator[list]:
+    """The file of each tensor-parallel rank that wrote the checkpoint."""
+    with ExitStack() as stack:
+        paths = [manifest.folder / file_name(rank) for rank in range(manifest.tensor)]
+        yield [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
 
 
 def _tensors(state: State, device: torch.device) -> Iterator[tuple[str, Tensor]]:
