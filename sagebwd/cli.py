@@ -1,4 +1,4 @@
-"""The command line: `sagebwd recipe | prepare | train | status | compare | probe | doctor`.
+"""The command line: `sagebwd recipe | prepare | train | status | compare | probe | corpus | doctor`.
 
 It starts quickly: torch, Megatron and matplotlib are imported where a command uses them, never for --help,
 --print-config or a mistake in a recipe.
@@ -69,7 +69,7 @@ def _log_to_stdout() -> None:
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sagebwd", description=sys.modules["sagebwd"].__doc__)
     commands = parser.add_subparsers(
-        required=True, metavar="recipe | prepare | train | status | compare | probe | doctor", parser_class=_Parser
+        required=True, metavar="recipe | prepare | train | status | compare | probe | corpus | doctor", parser_class=_Parser
     )
 
     recipe = _command(commands, "recipe", _recipe, "prepare the data, train every unfinished arm, compare the arms")
@@ -110,6 +110,16 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     _add_data(probe)
     probe.set_defaults(command=_probe)
+
+    text = "build a corpus on this machine, for recipes with data.corpus: NAME"
+    corpus = commands.add_parser("corpus", help=text, description=text)
+    corpus.add_argument(
+        "name", metavar="NAME", choices=["debian-prose"], help="debian-prose: 300 MB of English, in minutes"
+    )
+    corpus.add_argument("--mirror", metavar="URL", help="a Debian mirror [http://deb.debian.org/debian]")
+    corpus.add_argument("--jobs", metavar="N", type=_positive, help="packages worked on at once [the number of cores]")
+    _add_data(corpus)
+    corpus.set_defaults(command=_corpus)
 
     text = "versions, GPUs, which backend a call would get and why; then a self-test of the kernels"
     doctor = commands.add_parser("doctor", help=text, description=text)
@@ -218,6 +228,16 @@ def _probe(arguments: argparse.Namespace) -> int:
     probe.probe(
         arguments.folder, sequences=arguments.sequences, data=arguments.data, out=arguments.out, save=arguments.save
     )
+    return 0
+
+
+def _corpus(arguments: argparse.Namespace) -> int:
+    try:
+        from sagebwd.tokenizer.corpora import build, debian
+    except ImportError as error:
+        raise UserError(f"building a corpus needs the package {error.name}: `pip install {error.name}`") from None
+
+    build.build(arguments.data, mirror=arguments.mirror or debian.MIRROR, jobs=arguments.jobs)
     return 0
 
 

@@ -15,7 +15,16 @@ import numpy as np
 
 from sagebwd.errors import UserError
 from sagebwd.tokenizer import corpora, vocabulary
-from sagebwd.tokenizer.prepared import FORMAT, TOKENIZER, Prepared, digest_of, file_facts, load_prepared, write_manifest
+from sagebwd.tokenizer.prepared import (
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    Prepared,
+    digest_of,
+    file_facts,
+    load_prepared,
+    write_manifest,
+)
 from sagebwd.training.recipe import Data
 from sagebwd.whole_folder import make_whole
 
@@ -26,13 +35,17 @@ def prepare(data: Data, cache: Path) -> Prepared:
     """The prepared corpus of `data`, made in a folder of its own under `cache` unless it is there already.
 
     The folder's name holds a digest of all that matters (the corpus's bytes and the settings), so a change of either
-    prepares anew, and a broken-off preparation is never taken for a finished one.
-    Raises UserError for a corpus that is missing, empty, damaged or too small, and for a damaged earlier preparation.
+    prepares anew, and a broken-off preparation is never taken for a finished one. Where `cache` is itself a prepared
+    corpus, brought from another machine, that is taken, and the corpus need not be there.
+    Raises UserError for a corpus that is missing, empty, damaged or too small, and for a damaged earlier preparation or
+    one of other settings.
     """
-    made_from = _made_from(data)
+    if (cache / MANIFEST).is_file():
+        return _carried(data, cache)
+    made_from = _settings(data) | {"corpus_sha256": corpora.content_digest(data, cache)}
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     folder = cache / f"{data.corpus}-v{data.vocab_size}-{key[:16]}"
-    make_whole(folder, lambda unfinished: _fill(unfinished, data, made_from))
+    make_whole(folder, lambda unfinished: _fill(unfinished, data, cache, made_from))
     return load_prepared(folder)
 
 
@@ -54,11 +67,22 @@ def unigram_cross_entropy(tokens_of: np.ndarray, train_tokens_of: np.ndarray) ->
     return float(-(tokens_of * log_p).sum() / tokens_of.sum())
 
 
-def _made_from(data: Data) -> dict:
+def _carried(data: Data, folder: Path) -> Prepared:
+    prepared = load_prepared(folder)
+    made_from = json.loads((folder / MANIFEST).read_bytes())["made_from"]
+    for key, here in _settings(data).items():
+        if made_from.get(key) != here:
+            raise UserError(
+                f"the data in {folder} were prepared with {key} = {made_from.get(key)!r}, this recipe has {here!r}: "
+                "set it back, or give the folder of other data by --data"
+            )
+    return prepared
+
+
+def _settings(data: Data) -> dict:
     return {
         "format": FORMAT,
         "corpus": data.corpus,
-        "corpus_sha256": corpora.content_digest(data),
         "text_key": data.text_key,
         "vocab_size": data.vocab_size,
         "validation_fraction": data.validation_fraction,
@@ -68,13 +92,13 @@ def _made_from(data: Data) -> dict:
     }
 
 
-def _fill(folder: Path, data: Data, made_from: dict) -> None:
+def _fill(folder: Path, data: Data, home: Path, made_from: dict) -> None:
     # Importing Megatron takes seconds, and a corpus that is prepared already does not need it.
     from sagebwd.tokenizer.encode import encode
 
     start = time.monotonic()
     total, characters = 0, 0
-    for text in corpora.documents(data):
+    for text in corpora.documents(data, home):
         total += 1
         characters += len(text)
     if total == 0:
@@ -87,13 +111,13 @@ def _fill(folder: Path, data: Data, made_from: dict) -> None:
     logger.info("corpus %s: %s documents, %.1f million characters", _named(data), f"{total:,}", characters / 1e6)
 
     validation = validation_positions(total, data.validation_fraction, data.split_seed)
-    training = (text for position, text in enumerate(corpora.documents(data)) if position not in validation)
+    training = (text for position, text in enumerate(corpora.documents(data, home)) if position not in validation)
     (folder / TOKENIZER).write_bytes(vocabulary.train(training, characters, data.vocab_size))
     logger.info("tokenizer: %s pieces, trained after %.1f s", f"{data.vocab_size:,}", time.monotonic() - start)
 
     processor = vocabulary.load(folder / TOKENIZER)
     train, held_out = encode(
-        corpora.documents(data), total, validation, processor, folder / "train", folder / "validation"
+        corpora.documents(data, home), total, validation, processor, folder / "train", folder / "validation"
     )
     if train.documents + held_out.documents != total:
         raise UserError(f"the corpus ({_named(data)}) changed while it was read: prepare again when it is complete")

@@ -83,9 +83,13 @@ class Attention(Section):
 
 
 class Data(Section):
-    corpus: Literal["sotu", "files"] = Field("sotu", description="the embedded corpus, or the user's own files")
-    files: tuple[str, ...] = Field((), description="corpus: files -> paths or globs of .txt and .jsonl, optionally .gz")
-    text_key: str = Field("text", description="the key of a .jsonl line that holds the document")
+    corpus: Literal["sotu", "debian-prose", "files"] = Field(
+        "sotu", description="the embedded corpus, one that `sagebwd corpus` has built here, or the user's own files"
+    )
+    files: tuple[str, ...] = Field(
+        (), description="corpus: files -> paths, globs or folders of .txt, .jsonl (optionally .gz or .zst) and .parquet"
+    )
+    text_key: str = Field("text", description="corpus: files -> the .jsonl key or .parquet column with the document")
     vocab_size: Positive = Field(4096, description="pieces of the SentencePiece model, before padding for TP")
     context: Positive = Field(256, description="tokens of a training sequence")
     pack: bool = Field(

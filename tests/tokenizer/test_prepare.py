@@ -99,6 +99,18 @@ def test_a_second_call_writes_nothing_and_other_settings_go_elsewhere(tmp_path: 
         assert other.digest != first.digest
 
 
+def test_a_prepared_corpus_may_be_carried_to_where_its_text_is_not(
+    tmp_path: Path, small_data: Data, prepared: Prepared
+) -> None:
+    carried = shutil.copytree(prepared.folder, tmp_path / "carried")
+    elsewhere = small_data.model_copy(update={"files": ("nowhere.jsonl",)})
+    assert prepare(elsewhere, carried).digest == prepared.digest
+    with pytest.raises(UserError, match=r"prepared with vocab_size = 512, this recipe has 400"):
+        prepare(elsewhere.model_copy(update={"vocab_size": 400}), carried)
+    with pytest.raises(UserError, match=r"prepared with corpus = 'files', this recipe has 'sotu'"):
+        prepare(Data(vocab_size=512, validation_fraction=0.2), carried)
+
+
 def test_the_tokenizer_has_not_seen_the_validation_split(tmp_path: Path, small_data: Data) -> None:
     texts = texts_of(small_data)
     first = prepare(write_corpus(tmp_path / "a.jsonl", texts), tmp_path / "data")
