@@ -1,6 +1,6 @@
 """From the files of packages to paragraphs of plain text: HTML, man pages, POD, dictionaries, SWORD, JSON, text.
 
-A paragraph is one string without line breaks, its blanks squeezed. Code blocks, navigation and tables' frames go.
+A paragraph is one string without line breaks, its blanks squeezed. Scripts, navigation and tables' frames go.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from pathlib import PurePosixPath
 
 from selectolax.lexbor import LexborHTMLParser
 
+VERSES = 800
+
 Files = Iterator[tuple[str, bytes]]
 """Path and contents of each file of a package."""
 
 _DROPPED = """
-script style pre nav header footer svg math select button form iframe noscript template textarea title
+script style nav header footer svg math select button form iframe noscript template textarea title
 """
 _INLINE = """
 a abbr acronym b bdi bdo big cite code data del dfn em font i ins kbd label mark q s samp small span strike strong sub
 sup time tt u var wbr
 app gui guiseq key keyseq cmd file link
-"""  # the last line: Mallard's, of GNOME's help
+divinename foreign hi reference scripref seg transchange w
+"""  # the last two lines: Mallard's, of GNOME's help, and SWORD's
 
 
 def documents(files: Files) -> Iterator[list[str]]:
@@ -61,6 +64,9 @@ def _reader(path: str) -> Callable[[bytes], Iterator[list[str]]] | None:
     return _READERS.get(PurePosixPath(path).suffix.lower())
 
 
+_BLANK_LINES = re.compile(r"\n[^\S\n]*\n")
+
+
 def squeeze(text: str) -> str:
     return " ".join(text.split())
 
@@ -70,20 +76,24 @@ def _html(raw: bytes) -> Iterator[list[str]]:
 
 
 def html_paragraphs(text: str) -> list[str]:
-    """Of HTML, or of XML with paragraphs like HTML's: a block element's own text is a paragraph."""
+    """Of HTML, or of XML with paragraphs like HTML's: a block element's own text is a paragraph.
+
+    Blank lines part it too, for the sake of <pre>, which holds prose as well as code.
+    """
     tree = LexborHTMLParser(text)
     if tree.body is None:
         return []
     tree.strip_tags(_DROPPED.split())
     tree.unwrap_tags(_INLINE.split())
     tree.merge_text_nodes()
-    return [squeeze(part) for part in tree.body.text(separator="\0").split("\0")]
+    text = tree.body.text(separator="\n\n").replace("\r\n", "\n")
+    return [squeeze(part) for part in _BLANK_LINES.split(text)]
 
 
 def _text(raw: bytes) -> Iterator[list[str]]:
     """Paragraphs have blank lines between them."""
     text = raw.decode("utf-8", "replace").replace("\r\n", "\n")
-    yield [squeeze(part) for part in re.split(r"\n\s*\n", text)]
+    yield [squeeze(part) for part in _BLANK_LINES.split(text)]
 
 
 def _dictionary(raw: bytes) -> Iterator[list[str]]:
@@ -103,7 +113,7 @@ _POD_CODE = re.compile(r"[A-Z](?:<<+\s+(.*?)\s+>>+|<([^<>]*)>)")
 def _pod(raw: bytes) -> Iterator[list[str]]:
     """Indented paragraphs are code, those that begin with = are commands."""
     paragraphs = []
-    for part in re.split(r"\n\s*\n", raw.decode("utf-8", "replace")):
+    for part in _BLANK_LINES.split(raw.decode("utf-8", "replace")):
         if part[:1] in ("=", " ", "\t"):
             continue
         for _ in range(3):  # codes nest
@@ -112,7 +122,7 @@ def _pod(raw: bytes) -> Iterator[list[str]]:
     yield paragraphs
 
 
-_ROFF_ESCAPE = re.compile(r"\\f(?:\[\w*\]|\(\w\w|\w)|\\s[+-]?\d|\\[&|^/,:%]|\\\".*")
+_ROFF_ESCAPE = re.compile(r"\\f(?:\[\w*\]|\(\w\w|\w)|\\s[+-]?\d|\\[&|^/,:%]|\\\*\(..|\\\".*")
 _ROFF_CHARACTERS = {r"\-": "-", r"\e": "\\", r"\(aq": "'", r"\(em": "--", r"\(bu": "", r"\ ": " ", r"\~": " "}
 _ROFF_BREAK = "P PP LP TP IP SH SS HP sp br RS RE Pp Sh Ss It Bl El TH Dd Dt Os nf fi Bd Ed EX EE"
 _ROFF_FONT = "B I BR BI IB IR RB RI SM SB Nm Ar Fl Pa Xr Em Sy Va Vt Fn Fa Dv Ev Cm Ic Li Ql Dq Sq"
@@ -192,7 +202,17 @@ def _sword(files: dict[str, bytes]) -> Iterator[list[str]]:
                 text = zlib.decompress(raw[at : at + size]).decode("utf-8", "replace")
             except zlib.error:
                 continue
-            yield html_paragraphs(re.sub(r"[\x00-\x08]+|<(?:br|p|lb|milestone)\b[^>]*/?>", "<p>", text))
+            yield _joined(html_paragraphs(re.sub(r"[\x00-\x08]+", "\n\n", text)))
+
+
+def _joined(verses: list[str]) -> list[str]:
+    """Paragraphs of VERSES characters or somewhat more, since a verse by itself is short."""
+    paragraphs = [""]
+    for verse in verses:
+        if len(paragraphs[-1]) >= VERSES:
+            paragraphs.append("")
+        paragraphs[-1] = squeeze(f"{paragraphs[-1]} {verse}")
+    return paragraphs
 
 
 _READERS: dict[str, Callable[[bytes], Iterator[list[str]]]] = {

@@ -17,12 +17,14 @@ DOCUMENTATION = (
     "python-sklearn-doc", "python-statsmodels-doc", "python-astropy-doc", "python-pandas-doc", "python-sympy-doc",
     "qtbase5-doc-html", "qtdeclarative5-doc-html", "cppreference-doc-en-html", "libboost1.81-doc", "wx3.2-doc",
     "grass-doc", "lilypond-doc-html", "csound-doc", "r-doc-html", "octave-doc", "maxima-doc", "llvm-19-doc",
-    "cmake-doc",
-    "ada-reference-manual-2020", "dpdk-doc", "twisted-doc", "nova-doc", "neutron-doc", "keystone-doc", "cinder-doc",
-    "bind9-doc", "exim4-doc-html", "vim-doc", "zsh-doc", "git-doc", "ffmpeg-doc", "kicad-doc-en",
+    "cmake-doc", "ada-reference-manual-2020", "dpdk-doc", "twisted-doc", "nova-doc", "neutron-doc", "keystone-doc",
+    "cinder-doc", "bind9-doc", "exim4-doc-html", "vim-doc", "zsh-doc", "git-doc", "ffmpeg-doc", "kicad-doc-en",
     "png-definitive-guide", "mh-book", "abs-guide", "c++-annotations-html", "manpages", "manpages-dev",
-    "freebsd-manpages", "gap-doc", "singular-doc", "sagemath-doc", "wims-help", "fp-docs-3.2.2", "lazarus-doc-2.2",
-    "db5.3-doc", "python-sqlalchemy-doc", "gnome-devel-docs",
+    "freebsd-manpages", "gap-doc", "singular-doc", "sagemath-doc", "fp-docs-3.2.2", "lazarus-doc-2.2", "db5.3-doc",
+    "python-sqlalchemy-doc", "gnome-devel-docs", "sphinx-doc", "libglib2.0-doc", "libgtk-3-doc", "libgtk-4-doc",
+    "bacula-doc", "manila-doc", "ironic-doc", "swift-doc", "glance-doc", "gnutls-doc", "openvswitch-doc",
+    "slurm-wlm-doc", "tcl8.6-doc", "tk8.6-doc", "swi-prolog-doc", "libvirt-doc", "libssl-doc", "ant-doc",
+    "gnuradio-doc", "libcurl4-doc", "krb5-doc", "privoxy", "mercurial-common", "bash-doc",
 )  # fmt: skip
 DEBIAN = BOOKS + DOCUMENTATION
 
@@ -36,7 +38,8 @@ LEFT_OUT = {
     "abs-guide": r"\.sgml\.gz$",
     "perl-doc": r"/man/",
     "python3.11-doc": r"\.gz$",
+    "git-doc": r"\.txt$",
     "grass-doc": r"/man/",
-    "": r"/_sources/|/changelog|/copyright$|/NEWS|/help/(?!C/)|/(genindex|search|py-modindex)[^/]*\.html$",
+    "": r"/_(sources|modules)/|/changelog|/copyright$|/NEWS|/share/help/(?!C/)|/(genindex|search|py-modindex)[^/]*html",
 }
 """Regular expressions of paths that repeat what another file of the package says; "" stands for every package."""
