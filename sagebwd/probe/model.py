@@ -118,7 +118,7 @@ class _Layer:
 
     def documents(self) -> list[Document]:
         query, key, value = self._inputs
-        do = self._do.view(query.shape)
+        do = self._do.reshape(query.shape)
         if self._packed is None:  # [tokens, 1, heads, dim]
             return [tuple(x.permute(1, 2, 0, 3).cpu() for x in (query, key, value, do))]
         ends = self._packed.cu_seqlens_q.tolist()  # of [tokens, heads, dim]

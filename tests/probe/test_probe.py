@@ -27,7 +27,7 @@ pytestmark = on_cpu
 
 @pytest.fixture(scope="module")
 def runs(small_data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """fpa/, sagebwd/ and packed/, each trained for eight steps, and data/. Do not write into it."""
+    """fpa/, sagebwd/ (in bf16) and packed/, each trained for eight steps, and data/. Do not write into it."""
     folder = tmp_path_factory.mktemp("runs")
     for arm, kind, pack in (("fpa", "fpa", False), ("sagebwd", "sagebwd", False), ("packed", "sagebwd", True)):
         data = small_data.model_copy(update={"pack": pack})
@@ -35,6 +35,8 @@ def runs(small_data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if kind == "sagebwd":
             quant = recipe.attention.quant.model_copy(update={"block_q": 16, "delta": "matched"})
             recipe = recipe.model_copy(update={"attention": recipe.attention.model_copy(update={"quant": quant})})
+        if arm == "sagebwd":
+            recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bf16"})})
         train.run(recipe, arm, folder / arm, prepare(data, folder / "data"))
     return folder
 
@@ -48,7 +50,9 @@ def probed(runs: Path, arm: str, out: Path, sequences: int = 3) -> tuple[list[di
 
 @pytest.mark.parametrize("arm", ["fpa", "sagebwd"])
 def test_a_probe_measures_every_layer_tensor_and_rule(runs: Path, tmp_path: Path, capsys, arm: str) -> None:
-    rows, _ = probed(runs, arm, tmp_path / "out")
+    rows, found = probed(runs, arm, tmp_path / "out")
+    kept = {tensor.dtype for document in found.documents(0, torch.device("cpu")) for tensor in document}
+    assert kept == {torch.float32 if arm == "fpa" else torch.bfloat16}
     rules = [*RULES] if arm == "fpa" else [report.OWN, *RULES]
     assert [(row["layer"], row["rule"], row["tensor"]) for row in rows] == [
         (str(layer), rule, tensor) for layer in range(2) for rule in rules for tensor in TENSORS
