@@ -68,9 +68,8 @@ def _log_to_stdout() -> None:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sagebwd", description=sys.modules["sagebwd"].__doc__)
-    commands = parser.add_subparsers(
-        required=True, metavar="recipe | prepare | train | status | compare | probe | corpus | doctor", parser_class=_Parser
-    )
+    names = "recipe | prepare | train | status | compare | probe | corpus | doctor"
+    commands = parser.add_subparsers(required=True, metavar=names, parser_class=_Parser)
 
     recipe = _command(commands, "recipe", _recipe, "prepare the data, train every unfinished arm, compare the arms")
     recipe.add_argument("--arms", metavar="A,B", type=_names, help="only these arms")

@@ -63,9 +63,7 @@ class TrainedModel:
 
 
 @contextlib.contextmanager
-def trained_model(
-    manifest: Manifest, prepared: Prepared, sequences: int
-) -> Iterator[TrainedModel]:
+def trained_model(manifest: Manifest, prepared: Prepared, sequences: int) -> Iterator[TrainedModel]:
     """The model of a whole checkpoint, on the GPU if there is one, else on the CPU, in the precision that it was
     trained in; all of it here, whatever the tensor-parallel size was.
 

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -88,7 +89,9 @@ def _fetch(sources: list[Source], archive: debian.Archive, parts: Path, jobs: in
     missing = [source for source in sources if not _is_done(parts, source)]
     logger.info("%s: %d packages, %d of them to fetch and read", NAME, len(sources), len(missing))
     started = time.monotonic()
-    with ProcessPoolExecutor(jobs) as pool, tqdm(total=len(missing), unit="package", disable=_quiet()) as bar:
+    # Ctrl-C is this process's to answer; the packages in hand are finished
+    workers = ProcessPoolExecutor(jobs, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    with workers as pool, tqdm(total=len(missing), unit="package", disable=_quiet()) as bar:
         running = [pool.submit(part, source, archive, parts) for source in missing]
         try:
             for number, future in enumerate(as_completed(running), start=1):
