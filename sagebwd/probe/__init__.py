@@ -24,6 +24,7 @@ from sagebwd.training import checkpoint
 from sagebwd.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
+LINES = 4  # of progress, where there is no terminal for a bar
 
 
 def probe(folder: Path, *, sequences: int, data: Path, out: Path | None, save: Path | None) -> Path:
@@ -96,7 +97,7 @@ def _findings(model: TrainedModel, arm: str, manifest: checkpoint.Manifest, save
                 if save:
                     kept[layer] += found
                 bar.update()
-            if bar.disable:
+            if bar.disable and number % max(1, model.sequences // LINES) == 0:
                 logger.info("probed sequence %d of %d", number, model.sequences)
     if save:
         description = (
