@@ -113,7 +113,7 @@ def _build_parser() -> argparse.ArgumentParser:
     text = "build a corpus on this machine, for recipes with data.corpus: NAME"
     corpus = commands.add_parser("corpus", help=text, description=text)
     corpus.add_argument(
-        "name", metavar="NAME", choices=["debian-prose"], help="debian-prose: 300 MB of English, in minutes"
+        "name", metavar="NAME", choices=["debian-prose"], help="debian-prose: some 310 MB of English, in minutes"
     )
     corpus.add_argument("--mirror", metavar="URL", help="a Debian mirror [http://deb.debian.org/debian]")
     corpus.add_argument("--jobs", metavar="N", type=_positive, help="packages worked on at once [the number of cores]")

@@ -39,9 +39,11 @@ def test_the_other_kinds() -> None:
     assert paragraphs(
         "/a.pod", "=head1 X\n\nUse C<open> and B<I<this>>.\n\n    code\n\nC<< a->b >> too.\n\n=cut\n"
     ) == [["Use open and this.", "a->b too."]]
-    entries = "Cat\n   A {feline} animal.\n   [1913 Webster]\n\n   It purrs.\nDog\n   A canine."
+    entries = (
+        "Cat \\K[a^]t\\ n.\n   A {feline} animal [syn: {puss}].\n   [1913 Webster]\n\n   It purrs.\nDog\n   A canine."
+    )
     assert paragraphs("/x.dict.dz", gzip.compress(entries.encode())) == [
-        ["Cat A feline animal.", "It purrs.", "Dog A canine."]
+        ["Cat n. A feline animal syn: puss.", "It purrs.", "Dog A canine."]
     ]
     assert paragraphs("/a/notes.txt", "one\ntwo\r\n\r\nthree") == [["one two", "three"]]
     assert paragraphs("/usr/share/games/fortunes/wise", "One.\n%\nTwo\nlines.\n%\n") == [["One.", "Two lines."]]

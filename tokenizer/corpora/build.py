@@ -1,4 +1,4 @@
-"""`debian-prose`: some 300 MB of English prose, built on the user's machine from Debian packages and PyPI.
+"""`debian-prose`: some 310 MB of English prose, built on the user's machine from Debian packages and PyPI.
 
     <data>/corpora/debian-prose.parts/   one file a package, while it is built: a call that was broken off goes on
           /corpora/debian-prose/         text.jsonl.gz, manifest.json (packages, versions, checksums), licences/

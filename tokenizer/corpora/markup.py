@@ -96,10 +96,13 @@ def _text(raw: bytes) -> Iterator[list[str]]:
     yield [squeeze(part) for part in _BLANK_LINES.split(text)]
 
 
+_PRONUNCIATION = re.compile(r"\\[^\\\n]{1,60}\\ ?")
+
+
 def _dictionary(raw: bytes) -> Iterator[list[str]]:
-    """Entries begin at the margin, or after a blank line; {} marks a reference."""
-    text = raw.decode("utf-8", "replace").translate({ord("{"): None, ord("}"): None})
-    text = text.replace("[1913 Webster]", "")
+    """Entries begin at the margin, or after a blank line. {} marks a reference, \\ a pronunciation, [] a remark."""
+    text = raw.decode("utf-8", "replace").replace("[1913 Webster]", "")
+    text = _PRONUNCIATION.sub("", text).translate(dict.fromkeys(map(ord, "{}[]")))
     yield [squeeze(part) for part in re.split(r"\n\s*\n|\n(?=\S)", text)]
 
 
