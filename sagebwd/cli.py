@@ -1,4 +1,4 @@
-"""The command line: `sagebwd recipe | prepare | train | status | compare | probe | corpus | doctor`.
+"""The command line: `sagebwd recipe | arms | prepare | train | status | compare | probe | corpus | doctor`.
 
 It starts quickly: torch, Megatron and matplotlib are imported where a command uses them, never for --help,
 --print-config or a mistake in a recipe.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -68,21 +69,28 @@ def _log_to_stdout() -> None:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sagebwd", description=sys.modules["sagebwd"].__doc__)
-    names = "recipe | prepare | train | status | compare | probe | corpus | doctor"
+    names = "recipe | arms | prepare | train | status | compare | probe | corpus | doctor"
     commands = parser.add_subparsers(required=True, metavar=names, parser_class=_Parser)
 
     recipe = _command(commands, "recipe", _recipe, "prepare the data, train every unfinished arm, compare the arms")
-    recipe.add_argument("--arms", metavar="A,B", type=_names, help="only these arms")
+    recipe.add_argument("--arms", metavar="A,B", type=_names, help="only these arms; *-s1-* takes all that match")
     recipe.add_argument("--nproc", metavar="N", type=_positive, default=1, help="processes (GPUs) an arm trains on [1]")
+    recipe.add_argument(
+        "--at-once", metavar="N", type=_positive, default=1, help="arms that train side by side, each on its GPUs [1]"
+    )
     _add_runs(recipe)
     _add_data(recipe)
     _add_print_config(recipe)
+
+    _command(commands, "arms", _arms, "print the name of every arm, one a line: what --arm-index counts, from 0")
 
     prepare = _command(commands, "prepare", _prepare, "train the tokenizer and encode the corpus, unless that is done")
     _add_data(prepare)
 
     train = _command(commands, "train", _train, "train one arm; under torchrun, one process of it")
-    train.add_argument("--arm", required=True, help="the arm's name")
+    which = train.add_mutually_exclusive_group(required=True)
+    which.add_argument("--arm", help="the arm's name")
+    which.add_argument("--arm-index", metavar="I", type=_index, help="its place in `sagebwd arms`, from 0")
     _add_runs(train)
     _add_data(train)
     _add_print_config(train)
@@ -163,6 +171,17 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _index(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 for the first arm")
+    return int(text)
+
+
+def _arms(arguments: argparse.Namespace) -> int:
+    print(*recipe_file.load_experiment(arguments.file, arguments.overrides).arms, sep="\n")
+    return 0
+
+
 def _recipe(arguments: argparse.Namespace) -> int:
     experiment = recipe_file.load_experiment(arguments.file, arguments.overrides)
     if arguments.arms is not None:
@@ -172,7 +191,7 @@ def _recipe(arguments: argparse.Namespace) -> int:
 
     from sagebwd import runner
 
-    settings = runner.Settings(arguments.overrides, arguments.nproc, arguments.runs, arguments.data)
+    settings = runner.Settings(arguments.overrides, arguments.nproc, arguments.runs, arguments.data, arguments.at_once)
     return runner.run(experiment, settings)
 
 
@@ -190,21 +209,26 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    experiment = recipe_file.load_experiment(arguments.file, arguments.overrides).select([arguments.arm])
+    experiment = recipe_file.load_experiment(arguments.file, arguments.overrides)
+    arm = arguments.arm if arguments.arm_index is None else experiment.at(arguments.arm_index)
+    experiment = experiment.select([arm])
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.print_config:
         return _print_config(experiment, ranks)
-    recipe = experiment.arms[arguments.arm]
+    (arm,) = experiment.arms
+    recipe = experiment.arms[arm]
     budget.plan(recipe, budget.data_parallel_size(recipe, ranks))
-    folder = arguments.runs / experiment.name / arguments.arm
+    folder = arguments.runs / experiment.name / arm
     if _first_rank():
         run_folder.claim(folder, recipe)
+        if experiment.variants and not (folder.parent / run_folder.EXPERIMENT).exists():
+            run_folder.record(folder.parent, experiment, shlex.join(["sagebwd", *sys.argv[1:]]))
 
     _ignore_megatrons_warnings()
     from sagebwd import tokenizer
     from sagebwd.training import train
 
-    end = train.run(recipe, arguments.arm, folder, tokenizer.prepare(recipe.data, arguments.data))
+    end = train.run(recipe, arm, folder, tokenizer.prepare(recipe.data, arguments.data))
     # torchrun takes any other code for a failure; whoever started it reads the status
     return status.RESUMABLE if end == "preempted" and "TORCHELASTIC_RUN_ID" not in os.environ else 0
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sagebwd import device, terminal
+from sagebwd import device, side_by_side, terminal
 from sagebwd.errors import UserError
 from sagebwd.training import budget, run_folder, status
 from sagebwd.training.recipe_file import Experiment
@@ -24,13 +24,15 @@ USER_ERROR = 2  # the exit code of a process that has printed a UserError
 class Settings:
     """How to run an experiment: nothing here changes a result, but for rounding between numbers of ranks.
 
-    overrides: as given, handed on to the arms' processes. nproc: ranks of an arm. runs, data: folders.
+    overrides: as given, handed on to the arms' processes. nproc: ranks of an arm. runs, data: folders. at_once: arms
+    that train at the same time, each on GPUs of its own.
     """
 
     overrides: Sequence[str]
     nproc: int
     runs: Path
     data: Path
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Failure:
 def run(experiment: Experiment, settings: Settings) -> int:
     """Run the experiment's unfinished arms, then the comparison. Returns the exit code.
 
-    0; 1 if an arm's process failed; 2 if it met a mistake of the user's; 75 if the arm under way was asked to stop
-    (SIGTERM or SIGUSR1, to this process or to one of the arm's). A failed arm stops neither the others nor the
+    0; 1 if an arm's process failed; 2 if the first arm met a mistake of the user's; 75 if an arm under way was asked to
+    stop (SIGTERM or SIGUSR1, to this process or to one of the arm's). A failed arm stops neither the others nor the
     comparison, and the same command resumes it from its last checkpoint.
     """
     folder = settings.runs / experiment.name
@@ -60,7 +62,8 @@ def run(experiment: Experiment, settings: Settings) -> int:
         run_folder.check(folder / arm, recipe)
     found = device.probe()
     found.check(settings.nproc)
-    _say(f"recipe {experiment.name}: {', '.join(experiment.arms)}, on {found.describe(settings.nproc)}")
+    side_by_side.gpu_shares(settings.at_once, settings.nproc, found.gpus)
+    _say(f"recipe {experiment.name}: {_listed(experiment)}, on {found.describe(settings.nproc)}")
 
     from sagebwd import tokenizer  # imports torch; `--print-config` and mistakes need not wait for it
 
@@ -69,24 +72,19 @@ def run(experiment: Experiment, settings: Settings) -> int:
     tokens = f"{prepared.train_tokens:,} training and {prepared.validation_tokens:,} validation tokens"
     _say(f"data: {tokens} in {prepared.folder}")
 
-    _record(folder, experiment)
-    failures = []
-    for number, (arm, recipe) in enumerate(experiment.arms.items(), 1):
-        label = f"arm {arm} ({number} of {len(experiment.arms)})"
-        if run_folder.finished(folder / arm):
-            _say(f"{label}: {run_folder.meta(folder / arm)['status']} already, in {folder / arm}")
-            continue
-        run_folder.claim(folder / arm, recipe)
-        _say(f"{label}: in {folder / arm}")
-        failure = _train(experiment, arm, folder / arm, settings)
-        if failure and failure.stopped:
-            print(f"stopped: arm {arm} was asked to; the same command goes on from there", file=sys.stderr)
-            return status.RESUMABLE
-        if failure and failure.code == USER_ERROR:
-            return USER_ERROR  # the arm has said what is wrong; the next one would say the same
-        if failure:
-            _say(f"error: {failure}")
-            failures.append(failure)
+    run_folder.record(folder, experiment, shlex.join(["sagebwd", *sys.argv[1:]]))
+    arms = _unfinished(experiment, folder)
+    if settings.at_once > 1:
+        failures = _train_side_by_side(experiment, arms, folder, settings, found.gpus)
+    else:
+        failures = _train_in_turn(experiment, arms, folder, settings)
+        if failures and (failures[0].arm, failures[0].code) == (arms[0], USER_ERROR):
+            return USER_ERROR  # the arm has said what is wrong
+    stopped = [failure.arm for failure in failures if failure.stopped]
+    if stopped:
+        which = ", ".join(stopped)
+        print(f"stopped: arm {which} was asked to; the same command goes on from there", file=sys.stderr)
+        return status.RESUMABLE
 
     from sagebwd import compare
 
@@ -99,6 +97,11 @@ def run(experiment: Experiment, settings: Settings) -> int:
     return 1 if failures else 0
 
 
+def _listed(experiment: Experiment) -> str:
+    names = list(experiment.arms)
+    return ", ".join(names) if len(names) <= 6 else f"{len(names)} arms, {names[0]} to {names[-1]}"
+
+
 def train_command(experiment: Experiment, arm: str, settings: Settings) -> list[str]:
     """The command line of one arm's training: plain Python for one rank, torchrun's module for more."""
     python = [sys.executable]
@@ -106,6 +109,67 @@ def train_command(experiment: Experiment, arm: str, settings: Settings) -> list[
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.nproc}"]
     places = ["--runs", str(settings.runs), "--data", str(settings.data)]
     return [*python, "-m", "sagebwd.cli", "train", str(experiment.path), "--arm", arm, *places, *settings.overrides]
+
+
+def _unfinished(experiment: Experiment, folder: Path) -> list[str]:
+    """The arms with something left to do; says which have not."""
+    arms = []
+    for arm in experiment.arms:
+        if run_folder.finished(folder / arm):
+            _say(f"arm {arm}: {run_folder.meta(folder / arm)['status']} already, in {folder / arm}")
+        else:
+            arms.append(arm)
+    return arms
+
+
+def _train_in_turn(experiment: Experiment, arms: list[str], folder: Path, settings: Settings) -> list[Failure]:
+    failures = []
+    for number, arm in enumerate(arms, 1):
+        run_folder.claim(folder / arm, experiment.arms[arm])
+        _say(f"arm {arm} ({number} of {len(arms)}): in {folder / arm}")
+        failure = _train(experiment, arm, folder / arm, settings)
+        if failure:
+            failures.append(failure)
+            if failure.stopped or (failure.code == USER_ERROR and number == 1):
+                break  # of a mistake the next one would say the same
+            _say(f"error: {failure}")
+    return failures
+
+
+def _train_side_by_side(
+    experiment: Experiment, arms: list[str], folder: Path, settings: Settings, gpus: int
+) -> list[Failure]:
+    from tqdm import tqdm
+
+    failures, ends = [], itertools.count(1)
+    bar = tqdm(total=len(arms), unit="arm", dynamic_ncols=True, disable=not sys.stderr.isatty())
+
+    def began(job: side_by_side.Job, share: Mapping[str, str]) -> None:
+        place = f"GPU {share['CUDA_VISIBLE_DEVICES']}" if gpus else f"{share['OMP_NUM_THREADS']} thread(s) a rank"
+        tqdm.write(f"arm {job.name}: begins on {place}, its output is in {job.log}", file=sys.stdout)
+
+    def ended(job: side_by_side.Job, code: int, asked: bool) -> None:
+        failure = _failure(job.name, code, folder / job.name, asked)
+        seconds = run_folder.meta(folder / job.name).get("wall_seconds", 0.0)
+        line = f"arm {job.name}: {_status(folder / job.name)} in {seconds:,.0f} s"
+        if failure:
+            failures.append(failure)
+            line = f"arm {job.name}: stopped, as asked" if failure.stopped else f"error: {failure}"
+        tqdm.write(f"{line} ({next(ends)} of {len(arms)})", file=sys.stdout)
+        bar.update()
+
+    jobs = []
+    for arm in arms:
+        run_folder.claim(folder / arm, experiment.arms[arm])
+        jobs.append(side_by_side.Job(arm, train_command(experiment, arm, settings), folder / arm / run_folder.LOG))
+    shares = side_by_side.gpu_shares(settings.at_once, settings.nproc, gpus)
+    with bar:
+        side_by_side.run(jobs, shares, began, ended, lambda child, job: _ask_to_stop(child, folder / job.name))
+    return failures
+
+
+def _status(folder: Path) -> str:
+    return run_folder.meta(folder).get("status", "not begun")
 
 
 def _train(experiment: Experiment, arm: str, folder: Path, settings: Settings) -> Failure | None:
@@ -121,9 +185,7 @@ def _train(experiment: Experiment, arm: str, folder: Path, settings: Settings) -
         _ask_to_stop(child, folder)
 
     code = terminal.run(train_command(experiment, arm, settings), log, environment, stop)
-    if code == 0 and run_folder.finished(folder):
-        return None
-    return Failure(arm, code, log, asked or (code in (0, status.RESUMABLE) and _preempted(folder)))
+    return _failure(arm, code, folder, asked)
 
 
 def _preempted(folder: Path) -> bool:
@@ -148,15 +210,12 @@ def _ask_to_stop(child: subprocess.Popen, folder: Path) -> None:
         child.terminate()
 
 
-def _record(folder: Path, experiment: Experiment) -> None:
-    """What the comparison's report says about how the runs came to be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    said = {
-        "command": shlex.join(["sagebwd", *sys.argv[1:]]),
-        "recipe": str(experiment.path),
-        "arms": list(experiment.arms),
-    }
-    (folder / run_folder.EXPERIMENT).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+def _failure(arm: str, code: int, folder: Path, asked: bool = False) -> Failure | None:
+    """asked: this process has asked the arm's to stop."""
+    if code == 0 and run_folder.finished(folder):
+        return None
+    stopped = asked or (code in (0, status.RESUMABLE) and _preempted(folder))
+    return Failure(arm, code, folder / run_folder.LOG, stopped)
 
 
 def _say(line: str) -> None:

@@ -51,7 +51,9 @@ def one_line_error(answer: subprocess.CompletedProcess[str]) -> str:
         (f"recipe {SMALL} --nproc 0", "--nproc: '0' must be a whole number of at least 1"),
         (f"recipe {SMALL} --nprocs 2", "unknown argument '--nprocs'"),
         (f"train {SMALL} --arm sage", "has no arm 'sage'"),
-        (f"train {SMALL}", "the following arguments are required: --arm"),
+        (f"train {SMALL}", "one of the arguments --arm --arm-index is required"),
+        (f"train {SMALL} --arm-index 3", "--arm-index is 3, but recipes/small.yaml has 3 arms: count from 0"),
+        (f"recipe {SMALL} --at-once 0", "--at-once: '0' must be a whole number of at least 1"),
         ("compare runs/nowhere", "no folder runs/nowhere"),
         ("status runs/nowhere", "no status.json in runs/nowhere"),
         ("compare recipes more", "unknown argument 'more'"),
@@ -126,7 +128,9 @@ def test_an_experiment_from_end_to_end(tiny: Path) -> None:
     assert sum(line.startswith(("fpa  ", "sagebwd  ")) for line in lines) == 2  # the table
 
     folder = here / "runs" / "tiny"
-    assert {path.name for path in (folder / "report").iterdir()} == {"report.md", "curves.png", "summary.json"}
+    assert {path.name for path in (folder / "report").iterdir()} == {
+        "report.md", "curves.png", "summary.json", "tensorboard",
+    }  # fmt: skip
     for arm in ("fpa", "sagebwd"):
         assert json.loads((folder / arm / "meta.json").read_text())["status"] == "done"
         assert "step 12/12" in (folder / arm / "log.txt").read_text()
@@ -189,7 +193,7 @@ def test_a_killed_arm_is_named_the_other_goes_on_and_the_same_command_resumes(ti
 
     again = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "sagebwd (2 of 2): done already" in again.stdout
+    assert "arm sagebwd: done already" in again.stdout
     assert "going on after step" in log.read_text()
     assert json.loads((log.parent / "meta.json").read_text())["status"] == "done"
 
@@ -238,3 +242,36 @@ def wait_for(condition: object, process: subprocess.Popen[str]) -> None:
 
 def child_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+CELLS = ("256-s1", "1k-s1")
+SWEEP = "sweep: {tokens_per_step: [256, 1024], seed: [1], learning_rate: {at: 256}, evaluations: 3, checkpoints: 2}"
+
+
+def test_a_sweep_side_by_side_survives_a_failure_and_skips_what_is_finished(tiny: Path) -> None:
+    here = tiny.parent
+    (here / "sweep.yaml").write_text(f"extends: tiny.yaml\n{SWEEP}\n")
+    names = sagebwd("arms", "sweep.yaml", cwd=here).stdout.split()
+    assert names == [f"{cell}-{arm}" for cell in CELLS for arm in ("fpa", "sagebwd")]
+
+    # The arm of index 1 by itself, as a SLURM array's task starts it; its results are skipped afterwards.
+    assert sagebwd("train", "sweep.yaml", "--arm-index", "1", cwd=here).returncode == 0
+    runs = here / "runs" / "sweep"
+    assert [path.parent.name for path in runs.glob("*/meta.json")] == ["256-s1-sagebwd"]
+    assert json.loads((runs / "experiment.json").read_text())["variants"]["1k-s1-fpa"] == "fpa"
+
+    # One arm fails: a file stands where its checkpoints should go.
+    (runs / "256-s1-fpa").mkdir()
+    (runs / "256-s1-fpa" / "checkpoints").write_text("")
+    first = sagebwd("recipe", "sweep.yaml", "--at-once", "2", cwd=here)
+    assert first.returncode == 1, first.stdout + first.stderr
+    assert "arm 256-s1-sagebwd: done already" in first.stdout
+    assert "error: arm 256-s1-fpa failed: its process ended with exit code 1" in first.stderr
+    done = {name for name in names if json.loads((runs / name / "meta.json").read_text())["status"] == "done"}
+    assert done == set(names) - {"256-s1-fpa"}
+
+    (runs / "256-s1-fpa" / "checkpoints").unlink()
+    second = sagebwd("recipe", "sweep.yaml", "--at-once", "2", cwd=here)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert second.stdout.count("done already") == len(names) - 1
+    assert (runs / "256-s1-fpa" / "log.txt").read_text().count("done, 12 steps") == 1

@@ -1,15 +1,17 @@
-"""Recipe files: YAML with a base, arms and command-line overrides -> one complete, validated Recipe an arm.
+"""Recipe files: YAML with a base, arms, a sweep and command-line overrides -> one complete, validated Recipe an arm.
 
-What a later source says wins: schema defaults < `extends` < the file < the arm's keys < the command line.
+What a later source says wins: schema defaults < `extends` < the file < the sweep's cell < the arm's keys < the command
+line. A key that the sweep varies can be set by neither of the last two.
 """
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,8 +19,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from sagebwd.errors import UserError
-from sagebwd.training import yaml_text
+from sagebwd.training import sweep, yaml_text
 from sagebwd.training.recipe import NAME, Recipe
+from sagebwd.training.sweep import Sweep
 
 # What every arm of an experiment shares, so that all see the same samples in the same order, as the comparison needs.
 SHARED = ("name", "seed", "data", "train.tokens_per_step", "train.total_tokens", "evaluation.tokens")
@@ -26,18 +29,33 @@ SHARED = ("name", "seed", "data", "train.tokens_per_step", "train.total_tokens",
 
 @dataclass(frozen=True)
 class Experiment:
-    """A recipe file, resolved: one complete recipe an arm, in the file's order."""
+    """A recipe file, resolved: one complete recipe an arm, in the file's order; a sweep's, cell by cell.
+
+    variants: every arm of the sweep -> which of the file's arms it is (see `sweep`); empty without one. margin: the
+    sweep's.
+    """
 
     name: str
     path: Path
     arms: Mapping[str, Recipe]
+    variants: Mapping[str, str] = field(default_factory=dict)
+    margin: float = Sweep().margin
 
     def select(self, names: list[str]) -> Experiment:
-        """The same experiment with these arms only. UserError: an arm that it does not have."""
+        """The same experiment with these arms only; * and ? stand for any text, any letter. UserError: no such arm."""
+        chosen: dict[str, Recipe] = {}
         for name in names:
-            if name not in self.arms:
+            found = [name] if name in self.arms else fnmatch.filter(self.arms, name)
+            if not found:
                 raise UserError(f"{self.path} has no arm {name!r}: {_suggest(name, list(self.arms))}")
-        return Experiment(self.name, self.path, MappingProxyType({name: self.arms[name] for name in names}))
+            chosen |= {arm: self.arms[arm] for arm in found}
+        return replace(self, arms=MappingProxyType(chosen))
+
+    def at(self, index: int) -> str:
+        """The name of arm number `index`, from 0. UserError: there are not as many."""
+        if index >= len(self.arms):
+            raise UserError(f"--arm-index is {index}, but {self.path} has {len(self.arms)} arms: count from 0")
+        return list(self.arms)[index]
 
 
 @dataclass
@@ -61,11 +79,19 @@ def load_experiment(path: Path | str, overrides: list[str] | tuple[str, ...] = (
     command = _overrides(overrides)
     # Identity is the file's own, never its base's: two recipes on one base must not share a run folder.
     name = {"name": (path.stem, f"the name of the file {path}")}
-    arms = {arm: _arm(arm, name | source.keys, delta, command) for arm, delta in source.arms.items()}
+    grid = _validate({key: said for key, said in (source.keys | command).items() if _is_sweep(key)}, Sweep, "sweep.")
+    keys, command = ({k: said for k, said in some.items() if not _is_sweep(k)} for some in (source.keys, command))
+    arms: dict[str, Recipe] = {}
+    variants: dict[str, str] = {}
+    for cell in sweep.cells(grid) or [None]:
+        here = _arms(path, grid, cell, name | keys, source.arms, command)
+        _refuse_different_samples(path, here)
+        arms |= here
+        variants |= dict(zip(here, source.arms, strict=True)) if cell else {}
     if command and not any(arm.attention.kind == "sagebwd" for arm in arms.values()):
         _refuse_quant("every arm", command)
-    _refuse_different_samples(path, arms)
-    return Experiment(next(iter(arms.values())).name, path, MappingProxyType(arms))
+    name = next(iter(arms.values())).name
+    return Experiment(name, path, MappingProxyType(arms), MappingProxyType(variants), grid.margin)
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
@@ -150,6 +176,19 @@ def _overrides(overrides: list[str] | tuple[str, ...]) -> dict[str, tuple[Any, s
     return said
 
 
+def _arms(
+    path: Path, grid: Sweep, cell: sweep.Cell | None, keys: dict, deltas: dict[str, dict], command: dict
+) -> dict[str, Recipe]:
+    """The file's arms in one cell of its sweep, or without one, by name."""
+    if cell is None:
+        return {arm: sweep.complete(grid, _arm(arm, keys, delta, command)) for arm, delta in deltas.items()}
+    for said in (*deltas.values(), command):
+        for key, (_, where) in said.items():
+            sweep.refuse_override(grid, key, where)
+    keys = keys | {key: (value, f"the sweep of {path}") for key, value in cell.keys.items()}
+    return {cell.arm(arm): sweep.complete(grid, _arm(arm, keys, delta, command)) for arm, delta in deltas.items()}
+
+
 def _arm(arm: str, keys: dict, delta: dict, command: dict) -> Recipe:
     recipe = _validate(keys | delta | command)
     if recipe.attention.kind == "sagebwd":
@@ -161,6 +200,10 @@ def _arm(arm: str, keys: dict, delta: dict, command: dict) -> Recipe:
 
 def _is_quant(key: str) -> bool:
     return key.startswith("attention.quant.")
+
+
+def _is_sweep(key: str) -> bool:
+    return key.startswith("sweep.")
 
 
 def _refuse_quant(who: str, said: dict[str, tuple[Any, str]]) -> None:
@@ -178,15 +221,21 @@ def _refuse_different_samples(path: Path, arms: dict[str, Recipe]) -> None:
             if any(key == shared or key.startswith(f"{shared}.") for shared in SHARED):
                 raise UserError(
                     f"{path}: the arms {first} and {other} differ in {key} ({left!r} and {right!r}), so they could not "
-                    "be compared on the same samples: set it for all arms, or write two recipes"
+                    "be compared on the same samples: set it for all arms, or sweep it"
                 )
 
 
 # The schema's names
 
 
+class _File(Recipe):
+    """What a recipe file may hold, besides `extends` and `arms`."""
+
+    sweep: Sweep = Sweep()
+
+
 def _sections() -> dict[str, type[BaseModel]]:
-    """Dotted name -> class of every section; "" is the recipe itself."""
+    """Dotted name -> class of every section; "" is the file itself."""
 
     def walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
         yield prefix, model
@@ -194,7 +243,7 @@ def _sections() -> dict[str, type[BaseModel]]:
             if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
                 yield from walk(info.annotation, f"{prefix}.{name}".lstrip("."))
 
-    return dict(walk(Recipe, ""))
+    return dict(walk(_File, ""))
 
 
 SECTIONS = _sections()
@@ -257,30 +306,33 @@ def _suggest(name: str, known: list[str], otherwise: list[str] | None = None) ->
 # Values
 
 
-def _validate(said: dict[str, tuple[Any, str]]) -> Recipe:
+def _validate(said: dict[str, tuple[Any, str]], model: type[BaseModel] = Recipe, prefix: str = "") -> Any:
+    """An instance of `model`, of which the keys of `said` tell the leaves, each under `prefix`."""
     tree: dict[str, Any] = {}
     for key, (value, _) in said.items():
-        *sections, last = key.split(".")
+        *sections, last = key.removeprefix(prefix).split(".")
         level = tree
         for section in sections:
             level = level.setdefault(section, {})
         level[last] = _whole(value)
     try:
         # Strict, so that "4" or true is no number; through JSON, where a list may stand for a tuple.
-        return Recipe.model_validate_json(json.dumps(tree), strict=True)
+        return model.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        raise UserError(_sentence(error, said)) from None
+        raise UserError(_sentence(error, said, prefix)) from None
 
 
 def _whole(value: Any) -> Any:
     """2e6 is a whole number to people; the schema's integers want an int, and its floats take one."""
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _sentence(error: ValidationError, said: dict[str, tuple[Any, str]]) -> str:
+def _sentence(error: ValidationError, said: dict[str, tuple[Any, str]], prefix: str) -> str:
     first = error.errors(include_url=False)[0]
     loc = [part for part in first["loc"] if isinstance(part, str)]
-    key = ".".join(loc)
+    key = (prefix + ".".join(loc)).rstrip(".")
     # pydantic appends the member's name to the location of a union's failure: cut back to a key that exists.
     while key and key not in KEYS and key not in SECTIONS:
         key = key.rpartition(".")[0]

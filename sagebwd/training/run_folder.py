@@ -11,11 +11,27 @@ from typing import Any
 from sagebwd.errors import UserError
 from sagebwd.training import changes, recipe_file
 from sagebwd.training.recipe import Recipe
+from sagebwd.training.recipe_file import Experiment
 
 CONFIG, META, LOG, EVENTS = "config.yaml", "meta.json", "log.txt", "events.out.tfevents.*"
 SICK = "sick_step.json"  # of a run that diverged: where it began, and with which samples
-EXPERIMENT = "experiment.json"  # beside the arms' folders: what the recipe command recorded
+EXPERIMENT = "experiment.json"  # beside the arms' folders: how they came to be
 FINISHED = ("done", "diverged")
+
+
+def record(folder: Path, experiment: Experiment, command: str) -> None:
+    """Write what the comparison needs to know of the experiment: its command, its arms' order, a sweep's variants."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {
+        "command": command,
+        "recipe": str(experiment.path),
+        "arms": list(experiment.variants or experiment.arms),
+        "variants": dict(experiment.variants),
+        "margin": experiment.margin,
+    }
+    beside = folder / f".{EXPERIMENT}.{os.getpid()}"  # replaced whole: a SLURM array's tasks write it side by side
+    beside.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    beside.replace(folder / EXPERIMENT)
 
 
 def check(folder: Path, recipe: Recipe) -> None:
