@@ -56,11 +56,7 @@ def draw(path: Path, runs: list[Run], results: list[Result], reference: Run | No
     longest = max(len(arm.run.name) for arm in arms) + len("  diverged")
     right = 1 - (0.03 + longest * 0.62 * LABEL_POINTS / 72 / WIDTH)
     figure.subplots_adjust(left=0.07, right=right, top=1 - 1.1 / height, bottom=0.6 / height, hspace=0.27)
-    heading = figure.text(0.07, 1 - 0.3 / height, title, fontsize=15, fontweight="bold", color=INK, va="center")
-    below = figure.text(0.07, 1 - 0.57 / height, subtitle, fontsize=10, color=FAINT, va="center")
-    for text in (heading, below):
-        room = 0.9 * WIDTH * figure.dpi / text.get_window_extent().width
-        text.set_fontsize(text.get_fontsize() * min(1.0, room))
+    headings(figure, title, subtitle)
 
     axes[-1].set_xlabel("training tokens", color=FAINT, fontsize=10)
     axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: count(tokens)))
@@ -70,6 +66,16 @@ def draw(path: Path, runs: list[Run], results: list[Result], reference: Run | No
     if with_gaps:
         _gaps(axes[1], arms, reference, window)
     figure.savefig(path)
+
+
+def headings(figure: Figure, title: str, subtitle: str) -> None:
+    """Title and subtitle above everything, smaller where they would not fit the width."""
+    height = figure.get_figheight()
+    heading = figure.text(0.07, 1 - 0.3 / height, title, fontsize=15, fontweight="bold", color=INK, va="center")
+    below = figure.text(0.07, 1 - 0.57 / height, subtitle, fontsize=10, color=FAINT, va="center")
+    for text in (heading, below):
+        room = 0.9 * WIDTH * figure.dpi / text.get_window_extent().width
+        text.set_fontsize(text.get_fontsize() * min(1.0, room))
 
 
 def _losses(axis: Axes, arms: list[_Arm], window: int) -> None:
@@ -97,7 +103,7 @@ def _losses(axis: Axes, arms: list[_Arm], window: int) -> None:
             fontsize=9,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )
-    _style(axis, "Loss, nats per token", f"dots: validation · thin lines: training, mean of {window} steps")
+    style(axis, "Loss, nats per token", f"dots: validation · thin lines: training, mean of {window} steps")
     _end_labels(axis, labels)
 
 
@@ -125,7 +131,7 @@ def _gaps(axis: Axes, arms: list[_Arm], reference: Run, window: int) -> None:
     room = 0.2 * max(high - low, 0.02)
     axis.set_ylim(low - room, high + room)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda gap, _: f"{gap:+.3g}" if abs(gap) > 1e-9 else "0"))
-    _style(
+    style(
         axis,
         f"Gap to {reference.name}, nats per token",
         "on the same samples · below 0: lower loss than full precision",
@@ -191,7 +197,8 @@ def _spread(heights: list[float], gap: float) -> list[float]:
     return [bottom(group) + number * gap for group in groups for number in range(len(group))]
 
 
-def _style(axis: Axes, heading: str, note: str) -> None:
+def style(axis: Axes, heading: str, note: str) -> None:
+    """Heading at the left, note at the right, light grid, no frame."""
     axis.set_title(heading, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
     axis.set_title(note, loc="right", fontsize=9, color=FAINT, pad=8)
     axis.spines[["top", "right", "left"]].set_visible(False)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
 from sagebwd.compare.plot import count
 from sagebwd.compare.runs import Run
-from sagebwd.compare.statistics import RISE, Result
+from sagebwd.compare.statistics import RISE, SPIKE, SPIKE_STEPS, Result
 from sagebwd.training import recipe_file
 
-HEADER = ("arm", "final", "best", "fall", "gap", "paired gap, last half", "tokens/s", "diverged")
+HEADER = (
+    "arm", "final", "bits/byte", "best", "fall", "gap", "paired gap, last half", "tokens/s", "MFU", "spikes",
+    "diverged",
+)  # fmt: skip
 PICTURE = "curves.png"
 LEGEND = f"""\
 Losses are in nats per token. *final*, *best*: validation loss at the end, and the lowest; *fall*: from before the
 first step to the end. *gap*: validation loss minus the reference's at the last step that both validated. *paired
 gap*: training loss minus the reference's at the same step, so on the same samples; mean ± standard deviation over
 the steps of the last half. That is the spread from step to step, not from seed to seed: this is one seed.
-*tokens/s*: median, the first tenth of the steps left out. *diverged*: a loss that is not finite, or a validation
-loss that rises {RISE:g} nat above its best.
+*bits/byte*: the final loss over the validation text's bytes a token: it does not depend on the tokenizer.
+*tokens/s*, *MFU* (model FLOPs over the GPU's dense 16-bit peak): median, the first tenth of the steps left out.
+*spikes*: how often the training loss jumps {SPIKE:g} nats above the median of the {SPIKE_STEPS} steps before.
+*diverged*: a loss that is not finite, or a validation loss that rises {RISE:g} nat above its best.
 """
 
 
@@ -55,17 +61,17 @@ def title(results: list[Result], reference: Run | None) -> str:
     return f"Gap to full precision {when}, in nats: {', '.join(ends)}"
 
 
-def subtitle(experiment: str, runs: list[Run]) -> str:
-    """What was run, in one line."""
+def subtitle(experiment: str, runs: list[Run], *, sweep: bool = False) -> str:
+    """What was run, in one line; of a sweep what its runs share."""
     run = runs[0]
     train, parameters = run.recipe.train, run.meta.get("parameters", {})
     parts = [
         f"recipe {experiment}",
         f"{count(parameters['total'])} parameters" if "total" in parameters else "",
         f"context {run.recipe.data.context:,}",
-        f"{train.tokens_per_step:,} tokens a step",
+        f"{count(train.total_tokens)} tokens a run" if sweep else f"{train.tokens_per_step:,} tokens a step",
         run.meta.get("precision", ""),
-        f"seed {run.recipe.seed}",
+        f"{len({run.cell.seed for run in runs})} seed(s)" if sweep else f"seed {run.recipe.seed}",
         run.meta.get("device", ""),
     ]
     return " · ".join(filter(None, parts))
@@ -99,11 +105,11 @@ def markdown(
         LEGEND,
         "## How it was made",
         "",
-        *_setup(experiment, runs),
+        *setup(experiment, runs),
         "",
         "## The recipe",
         "",
-        *_recipe(runs),
+        *recipe(runs),
     ]
     return "\n".join(lines) + "\n"
 
@@ -122,11 +128,14 @@ def _row(result: Result) -> tuple[str, ...]:
     return (
         f"{result.name} (step {result.steps}, unfinished)" if _unfinished(result) else result.name,
         f"{result.final:.4f}",
+        "" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}",
         f"{result.best:.4f}",
         f"{result.fall:.3f}",
         "" if result.gap is None else f"{result.gap:+.4f}",
         "" if paired is None else f"{paired.mean:+.4f} ± {paired.spread:.4f}",
         "" if speed is None else f"{speed:,.0f}",
+        "" if result.mfu is None else f"{result.mfu:.1%}",
+        str(result.spikes),
         result.diverged or "no",
     )
 
@@ -135,8 +144,9 @@ def _unfinished(result: Result) -> bool:
     return result.status != "done" and not result.diverged
 
 
-def _setup(experiment: dict[str, Any], runs: list[Run]) -> list[str]:
-    """A table of facts; one that is the same for every arm stands once."""
+def setup(experiment: dict[str, Any], runs: list[Run], leave_out: Collection[str] = ()) -> list[str]:
+    """A table of facts; one that is the same for every run stands once, another once an arm. leave_out: facts that
+    stand elsewhere."""
     facts: dict[str, list[str]] = {}
     for run in runs:
         meta = run.meta
@@ -170,8 +180,10 @@ def _setup(experiment: dict[str, Any], runs: list[Run]) -> list[str]:
         if fact == "changed on the way" and set(texts) == {"nothing"}:
             continue
         same = len(set(texts)) == 1
-        each = texts[0] if same else "; ".join(f"{run.name}: {text}" for run, text in zip(runs, texts, strict=True))
-        lines.append(f"| {fact} | {each} |")
+        arms = dict.fromkeys((run.variant, text) for run, text in zip(runs, texts, strict=True))
+        each = texts[0] if same else "; ".join(f"{arm}: {text}" for arm, text in arms)
+        if fact not in leave_out:
+            lines.append(f"| {fact} | {each} |")
     return lines
 
 
@@ -185,7 +197,7 @@ def _changed(meta: dict[str, Any]) -> str:
     return "; ".join(told) or "nothing"
 
 
-def _recipe(runs: list[Run]) -> list[str]:
+def recipe(runs: list[Run]) -> list[str]:
     """One arm in full, and what the others change: the one with the most keys, so that no key is left untold."""
     full = max(runs, key=lambda run: run.recipe.attention.kind == "sagebwd")
     lines = [f"`{full.name}`:", "", "```yaml", recipe_file.dump(full.recipe).rstrip(), "```", ""]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from sagebwd.training import recipe_file, run_folder
 from sagebwd.training.recipe import Recipe
 
 TRAIN, VALIDATION = "train/loss", "validation/loss"
-TOKENS_PER_SECOND = "perf/tokens_per_second"
+TOKENS_PER_SECOND, MFU = "perf/tokens_per_second", "perf/mfu"
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,30 @@ class Series:
 EMPTY = Series(np.empty(0, np.int64), np.empty(0))
 
 
+class Cell(NamedTuple):
+    """Where a run lies in a sweep: runs of one cell saw the same samples, and began from the same weights."""
+
+    tokens_per_step: int
+    qk_norm: bool
+    seed: int
+
+
 @dataclass(frozen=True)
 class Run:
-    """One arm's run. meta: what its meta.json says, {} before the first checkpoint. series: by TensorBoard tag."""
+    """One arm's run. meta: what its meta.json says, {} before the first checkpoint. series: by TensorBoard tag.
+
+    variant: which of the recipe's arms it is; in a sweep every cell has a run of each.
+    """
 
     name: str
+    variant: str
     recipe: Recipe
     meta: dict[str, Any]
     series: dict[str, Series]
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.recipe.train.tokens_per_step, self.recipe.model.qk_norm, self.recipe.seed)
 
     def get(self, tag: str) -> Series:
         """The series of a tag; an empty one if nothing was logged under it."""
@@ -50,15 +67,18 @@ def load(folder: Path) -> list[Run]:
     """
     if not folder.is_dir():
         raise UserError(f"no folder {folder}: give the folder of a recipe's runs, such as runs/small")
-    order = experiment(folder).get("arms", [])
+    facts = experiment(folder)
+    order, variants = facts.get("arms", []), facts.get("variants", {})
     names = [path.name for path in sorted(folder.iterdir()) if (path / run_folder.CONFIG).is_file()]
     names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
-    runs = [_load(folder / name) for name in names]
+    runs = [_load(folder / name, variants.get(name, name)) for name in names]
     runs = [run for run in runs if len(run.get(VALIDATION).steps)]
     if not runs:
         raise UserError(f"{folder} holds no run with a validation loss: run `sagebwd recipe` first")
-    for other in runs[1:]:
-        _refuse_different_samples(folder, runs[0], other)
+    first: dict[Cell | None, Run] = {}
+    for run in runs:
+        _refuse_different_samples(folder, runs[0], run, CORPUS)
+        _refuse_different_samples(folder, first.setdefault(run.cell if variants else None, run), run, SAMPLES)
     return runs
 
 
@@ -87,23 +107,26 @@ def read_events(folder: Path) -> dict[str, Series]:
     return series
 
 
-def _load(folder: Path) -> Run:
+def _load(folder: Path, variant: str) -> Run:
     recipe = recipe_file.load_config(folder / run_folder.CONFIG)
-    return Run(folder.name, recipe, run_folder.meta(folder), read_events(folder))
+    return Run(folder.name, variant, recipe, run_folder.meta(folder), read_events(folder))
 
 
-def _refuse_different_samples(folder: Path, one: Run, other: Run) -> None:
-    def facts(run: Run) -> dict[str, object]:
-        return {
-            "seed": run.recipe.seed,
-            "train.tokens_per_step": run.recipe.train.tokens_per_step,
-            "data.context": run.recipe.data.context,
-            "data.pack": run.recipe.data.pack,
-            "evaluation.tokens": run.recipe.evaluation.tokens,
-            "the prepared data's digest": run.meta.get("data_digest"),
-        }
+CORPUS = {  # what must be the same everywhere for losses to be compared at all
+    "data.context": lambda run: run.recipe.data.context,
+    "data.pack": lambda run: run.recipe.data.pack,
+    "evaluation.tokens": lambda run: run.recipe.evaluation.tokens,
+    "the prepared data's digest": lambda run: run.meta.get("data_digest"),
+}
+SAMPLES = {  # and what must be the same for two runs to be a pair
+    "seed": lambda run: run.recipe.seed,
+    "train.tokens_per_step": lambda run: run.recipe.train.tokens_per_step,
+}
 
-    for (what, left), right in zip(facts(one).items(), facts(other).values(), strict=True):
+
+def _refuse_different_samples(folder: Path, one: Run, other: Run, facts: dict[str, Callable[[Run], Any]]) -> None:
+    for what, of in facts.items():
+        left, right = of(one), of(other)
         if left != right and None not in (left, right):
             raise UserError(
                 f"{folder}: {one.name} and {other.name} cannot be compared, since {what} differs ({left} and {right}): "

@@ -1,14 +1,17 @@
-"""The comparison's numbers: losses, paired gaps to full precision, speed, divergence. Plain NumPy."""
+"""The comparison's numbers of one run: losses, paired gaps to full precision, speed, spikes, divergence."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from sagebwd.compare.runs import TOKENS_PER_SECOND, TRAIN, VALIDATION, Run, Series
+from sagebwd.compare.runs import MFU, TOKENS_PER_SECOND, TRAIN, VALIDATION, Run, Series
 
 RISE = 1.0  # nats above its best at which a validation loss counts as diverged
+SPIKE = 0.5  # nats above the median of the steps before it at which a step's training loss counts as a spike
+SPIKE_STEPS = 25  # how many steps before it
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Result:
     """One arm's numbers. Losses in nats per token; None where there is nothing to tell.
 
     start, final, best: validation loss. gap: final minus the reference's at the last step that both validated
-    (gap_step). tokens_per_second: median over the steps after the first tenth. diverged: how, for a person.
+    (gap_step). bits_per_byte: final as bits per byte of text. tokens_per_second, mfu: medians over the steps after the
+    first tenth. spikes: how many. diverged: how, for a person.
     """
 
     name: str
@@ -40,6 +44,9 @@ class Result:
     gap_step: int | None
     paired: Paired | None
     tokens_per_second: float | None
+    mfu: float | None
+    bits_per_byte: float | None
+    spikes: int
     diverged: str | None
 
     @property
@@ -80,6 +87,9 @@ def evaluate(run: Run, against: Run | None) -> Result:
         gap_step=int(gap.steps[-1]) if some else None,
         paired=paired,
         tokens_per_second=steady_median(run.get(TOKENS_PER_SECOND)),
+        mfu=steady_median(run.get(MFU)),
+        bits_per_byte=bits_per_byte(float(validation.values[-1]), run.meta.get("bytes_per_token")),
+        spikes=spikes(run.get(TRAIN)),
         diverged=divergence(run),
     )
 
@@ -125,6 +135,20 @@ def divergence(run: Run) -> str | None:
         first = int(np.argmax(rise > RISE))
         return f"{VALIDATION} is {rise[first]:.2f} above its best at step {validation.steps[first]}"
     return "the run says so" if run.meta.get("status") == "diverged" else None
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float | None) -> float | None:
+    """A loss that does not depend on the tokenizer. None: the run did not write its bytes per token."""
+    return None if bytes_per_token is None else nats_per_token / math.log(2) / bytes_per_token
+
+
+def spikes(train: Series) -> int:
+    """How often the training loss jumps SPIKE above the median of the SPIKE_STEPS steps before; neighbours are one."""
+    if len(train.values) <= SPIKE_STEPS:
+        return 0
+    before = np.median(np.lib.stride_tricks.sliding_window_view(train.values[:-1], SPIKE_STEPS), axis=1)
+    high = train.values[SPIKE_STEPS:] > before + SPIKE
+    return int(high[0]) + int((high[1:] & ~high[:-1]).sum())
 
 
 def smooth(series: Series, window: int) -> Series:

@@ -12,7 +12,14 @@ from sagebwd.training import run_folder
 from sagebwd.training.recipe import Recipe
 
 SAGE, FPA = {"kind": "sagebwd"}, {"kind": "fpa"}
-META = {"status": "done", "unigram_entropy": 6.0, "data_digest": "d" * 64, "device": "CPU", "steps": 8}
+META = {
+    "status": "done",
+    "unigram_entropy": 6.0,
+    "data_digest": "d" * 64,
+    "device": "CPU",
+    "steps": 8,
+    "bytes_per_token": 2.0,
+}
 
 
 def recipe(attention: Mapping[str, str], tokens_per_step: int = 2048, **sections: object) -> Recipe:
@@ -41,4 +48,5 @@ def losses(shift: float, steps: int = 8) -> dict[str, dict[int, float]]:
         "train/loss": {step: 8 - 0.5 * step + shift for step in range(1, steps + 1)},
         "validation/loss": {step: 8 - 0.5 * step + (shift if step else 0) for step in range(0, steps + 1, 2)},
         "perf/tokens_per_second": {step: 10.0 if step <= 3 else 1000.0 for step in range(1, steps + 1)},
+        "perf/mfu": {step: 0.25 for step in range(1, steps + 1)},
     }

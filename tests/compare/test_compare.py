@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 
 from sagebwd.compare import compare, report, runs, statistics
 from sagebwd.errors import UserError
@@ -104,7 +106,7 @@ def test_the_report_says_and_shows_it(folder: Path, capsys: pytest.CaptureFixtur
 
     text = (target / "report.md").read_text()
     assert "**Gap to full precision at the end, in nats: below -0.500, above +0.250**" in text
-    assert "| above | 4.2500 | 4.2500 | 3.750 | +0.2500 | +0.2500 ± 0.0000 | 1,000 | no |" in text
+    assert "| above | 4.2500 | 3.0657 | 4.2500 | 3.750 | +0.2500 | +0.2500 ± 0.0000 | 1,000 | 25.0% | 0 | no |" in text
     for fact in (
         "`sagebwd recipe recipes/r.yaml`",
         "| seed | 1234 |",
@@ -211,6 +213,39 @@ def test_smooth_is_the_mean_at_the_middle_step() -> None:
     assert found.steps.tolist() == [2, 3, 4, 5, 6]
     np.testing.assert_allclose(found.values, [3, 3, 3, math.nan, math.nan])
     assert len(statistics.smooth(series, 9).steps) == 0
+
+
+def test_bits_per_byte_and_mfu_are_none_where_a_run_did_not_tell(tmp_path: Path) -> None:
+    old = {key: value for key, value in META.items() if key != "bytes_per_token"}
+    scalars = {tag: points for tag, points in losses(0.0).items() if tag != "perf/mfu"}
+    write_run(tmp_path / "fpa", recipe(FPA), scalars, old)
+    (result,) = evaluate(tmp_path).values()
+    assert (result.bits_per_byte, result.mfu) == (None, None)
+    assert statistics.bits_per_byte(4 * math.log(2), 2.0) == 2.0
+
+
+def test_spikes_are_counted_once_each() -> None:
+    values = np.full(100, 3.0)
+    values[[40, 41, 60, 99]] += 0.6  # two neighbours are one
+    values[80] += 0.4
+    assert statistics.spikes(runs.Series(np.arange(1, 101), values)) == 3
+    assert statistics.spikes(runs.Series(np.arange(1, 101), np.linspace(9, 3, 100))) == 0
+    assert statistics.spikes(runs.Series(np.arange(1, 11), values[35:45])) == 0
+
+
+def test_tensorboard_gets_the_gap_and_a_layout_that_overlays_the_arms(folder: Path) -> None:
+    compare(folder)
+    target = compare(folder) / "tensorboard"  # made anew: no point stands twice
+    gaps = runs.read_events(target / "above")
+    assert gaps["gap/validation_loss"].steps.tolist() == [0, 2, 4, 6, 8]
+    assert gaps["gap/validation_loss"].values.tolist() == [0, 0.25, 0.25, 0.25, 0.25]
+    assert {path.name for path in target.iterdir() if path.is_dir()} == {"above", "below"}
+    assert len(list((target / "above").iterdir())) == 1
+    events = EventAccumulator(str(target), size_guidance={"tensors": 0}).Reload()
+    (text,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
+    layout = layout_pb2.Layout.FromString(text)
+    tags = {tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag}
+    assert {"validation/loss", "gap/validation_loss", "perf/mfu"} <= tags
 
 
 def test_labels_that_would_overlap_are_moved_apart_by_the_least() -> None:
