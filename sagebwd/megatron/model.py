@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -11,34 +12,28 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
-from sagebwd.errors import UserError
+from sagebwd.megatron.fusion import fused_cross_entropy, fused_rope
 from sagebwd.megatron.spec import block_spec
 from sagebwd.training.recipe import Recipe
-
-VOCAB_MULTIPLE = 128
-
-
-def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """The tokenizer's vocabulary rounded up to a multiple of 128, whatever the tensor-parallel size.
-
-    So TP sizes start from the same weights and read each other's shapes; a TP size that does not divide it is refused.
-    """
-    padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if padded % tensor:
-        raise UserError(
-            f"parallel.tensor {tensor} does not divide the padded vocabulary of {padded}: "
-            f"choose a size that divides {VOCAB_MULTIPLE}"
-        )
-    return padded
+from sagebwd.training.size import padded_vocab_size
 
 
 class PaddedVocabGPT(GPTModel):
-    """GPTModel whose padded vocabulary entries are never predicted, and so never change the loss."""
+    """GPTModel whose padded vocabulary entries are never predicted, and so never change the loss.
 
-    def __init__(self, *, true_vocab_size: int, vocab_size: int, **megatron: Any) -> None:
+    fused: RoPE and, without tensor parallelism, the cross-entropy are compiled (see `fusion`).
+    """
+
+    def __init__(self, *, true_vocab_size: int, vocab_size: int, fused: bool, **megatron: Any) -> None:
         super().__init__(vocab_size=vocab_size, **megatron)
+        self.fused = fused
         local = vocab_size // self.config.tensor_model_parallel_size
         self.valid_logits = min(max(true_vocab_size - self.pg_collection.tp.rank() * local, 0), local)
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Megatron's own: see `build_model`."""
+        with fused_rope() if self.fused else contextlib.nullcontext():
+            return super().forward(*args, **options)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> tuple:
         """Megatron's own, but with packed documents RoPE's angles are each token's by its position_ids.
@@ -54,7 +49,10 @@ class PaddedVocabGPT(GPTModel):
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross-entropy [batch, tokens] in FP32 of logits [tokens, batch, padded vocabulary / TP]."""
-        return super().compute_language_model_loss(labels, self.mask_padding(logits))
+        logits = self.mask_padding(logits)
+        if self.fused and self.config.tensor_model_parallel_size == 1:
+            return fused_cross_entropy(logits, labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+        return super().compute_language_model_loss(labels, logits)
 
     def mask_padding(self, logits: Tensor) -> Tensor:
         """-inf in place of the padding's logits, in place.
@@ -96,9 +94,9 @@ def transformer_config(recipe: Recipe, dtype: torch.dtype) -> TransformerConfig:
         # Draws the whole weight on every rank and slices it: TP sizes start from the same weights, CPU and GPU too
         use_cpu_initialization=True,
         deterministic_mode=recipe.train.deterministic,  # an embedding whose backward sums in one order
-        # Each of these needs Apex or Transformer Engine, or compiles at run time
+        bias_activation_fusion=recipe.train.fusion == "on",  # SwiGLU in one kernel each way: torch.compile
+        # Each of these needs Apex or Transformer Engine, or has nothing to fuse here: no bias, no dropout, no mask
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
@@ -112,24 +110,18 @@ def build_model(recipe: Recipe, vocab_size: int, dtype: torch.dtype) -> PaddedVo
     vocab_size: the tokenizer's, before padding. Its weights depend on torch's CPU generator alone: seed it first.
     forward(tokens, position_ids, attention_mask=None, labels=labels), each [batch, context] int64, returns the loss of
     every token, [batch, context] FP32. With packed_seq_params (see `documents`) each is [1, batch * context], and
-    position_ids restart with each document; without, they are not read.
+    position_ids restart with each document; without, they are not read. Element-wise operations are fused where
+    train.fusion is "on"; "auto" has to be resolved before (training.train).
     """
+    fused = recipe.train.fusion == "on"
     return PaddedVocabGPT(
         true_vocab_size=vocab_size,
         vocab_size=padded_vocab_size(vocab_size, recipe.parallel.tensor),
         config=transformer_config(recipe, dtype),
-        transformer_layer_spec=block_spec(recipe.model, recipe.attention),
+        fused=fused,
+        transformer_layer_spec=block_spec(recipe.model, recipe.attention, fused=fused),
         max_sequence_length=recipe.data.context,
         share_embeddings_and_output_weights=recipe.model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=recipe.model.rope_base,
     )
-
-
-def parameter_counts(recipe: Recipe, vocab_size: int) -> dict[str, int]:
-    """Parameters of the whole model, whatever the TP size: in all, and without the (padded) embeddings."""
-    m = recipe.model
-    layer = m.hidden * m.dim * (2 * m.heads + 2 * m.num_kv_heads) + 3 * m.hidden * m.ffn + 2 * m.hidden
-    inner = m.layers * (layer + (2 * m.dim if m.qk_norm else 0)) + m.hidden
-    embedding = padded_vocab_size(vocab_size, 1) * m.hidden * (1 if m.tied_embeddings else 2)
-    return {"total": inner + embedding, "non_embedding": inner}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -27,9 +28,8 @@ LINES = 20  # log lines of a run, where there is no terminal for a bar
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. loss: nats per token, mean over the global batch before the update. seconds: wall time.
-
-    skipped: loss or gradient norm are not finite, and nothing was changed.
+    """One optimizer step. loss: nats per token, mean over the global batch before the update. seconds: wall time;
+    loading: how much of it the first rank waited for micro-batches. skipped: loss or gradient norm are not finite, and nothing was changed.
     """
 
     step: int
@@ -37,21 +37,43 @@ class StepResult:
     learning_rate: float
     grad_norm: float
     seconds: float
+    loading: float = 0.0
     skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What turns tokens into FLOPs and nats into bits per byte.
+
+    flops_per_token: size.flops_per_token. peak_flops: of all ranks together, FLOP/s in bf16; None: not known, or the
+    run is not in bf16, so there is no MFU. bytes_per_token: of the validation text.
+    """
+
+    flops_per_token: float
+    peak_flops: float | None
+    bytes_per_token: float
+
+    def describe(self, device: torch.device) -> str:
+        """One line for a log."""
+        text = f"{self.flops_per_token / 1e9:.3f} GFLOPs a token (6 a matrix parameter, causal attention halved)"
+        if self.peak_flops is not None:
+            return f"{text}, MFU against {self.peak_flops / 1e12:,.0f} TFLOP/s"
+        what = "the CPU" if device.type == "cpu" else f"{torch.cuda.get_device_name(device)} in this precision"
+        return f"{text}, no MFU: the peak of {what} is not in the table"
 
 
 class Recorder(AbstractContextManager):
     """Writes events into the arm's folder and shows progress on standard error's terminal, or as lines."""
 
     def __init__(
-        self, folder: Path, plan: Plan, *, start_step: int, device: torch.device, tokens_ahead: int = 0
+        self, folder: Path, plan: Plan, *, start_step: int, device: torch.device, cost: Cost, tokens_ahead: int = 0
     ) -> None:
         """start_step: the step of the checkpoint that the run goes on from, 0 for a fresh one. tokens_ahead: tokens by
         which it is ahead of its steps, where tokens_per_step was changed on the way.
 
         Points that an earlier process wrote after that checkpoint are purged, so that none overlap.
         """
-        self.plan, self.device, self.tokens_ahead = plan, device, tokens_ahead
+        self.plan, self.device, self.cost, self.tokens_ahead = plan, device, cost, tokens_ahead
         self.tokens_per_step = plan.tokens // plan.steps
         _wait_for_another_second(folder)
         self.writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)
@@ -82,6 +104,8 @@ class Recorder(AbstractContextManager):
     def train(self, result: StepResult, *, last_word: bool = False) -> None:
         """last_word: the run ends here, and shows what with: also the loss of a step that was skipped."""
         speed = self.tokens_per_step / result.seconds
+        flops = speed * self.cost.flops_per_token
+        mfu = None if self.cost.peak_flops is None else flops / self.cost.peak_flops
         scalars = {
             "train/loss": result.loss,
             "train/learning_rate": result.learning_rate,
@@ -90,25 +114,30 @@ class Recorder(AbstractContextManager):
             "perf/tokens_per_second": speed,
             "perf/step_time": result.seconds,
             "perf/memory_gib": self._memory_gib(),
-        }
+            "perf/model_tflops": flops / 1e12,
+            "perf/data_fraction": result.loading / result.seconds,
+        } | ({} if mfu is None else {"perf/mfu": mfu})
         self.journal.write(result.step, **scalars, **({"skipped": True} if result.skipped else {}))
         for tag, value in scalars.items():
             # A step that changed nothing has no loss to compare: the journal alone tells what it was.
             if last_word or not (result.skipped and tag in ("train/loss", "train/grad_norm")):
                 self.writer.add_scalar(tag, value, result.step)
-        self.bar.set_postfix_str(f"loss {result.loss:.4f}, {speed:,.0f} tokens/s", refresh=False)
+        pace = f"{speed:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.1%}")
+        self.bar.set_postfix_str(f"loss {result.loss:.4f}, {pace}", refresh=False)
         self.bar.update()
         every = max(1, self.plan.steps // LINES)
         if self.bar.disable and (result.step % every == 0 or result.step in (1, self.plan.steps)):
             self.say(
                 f"step {result.step}/{self.plan.steps}: loss {result.loss:.4f}, lr {result.learning_rate:.2e}, "
-                f"gradient norm {result.grad_norm:.3f}, {speed:,.0f} tokens/s"
+                f"gradient norm {result.grad_norm:.3f}, {pace}, data {result.loading / result.seconds:.1%}"
             )
 
     def validation(self, step: int, loss: float) -> None:
-        self.journal.write(step, **{"validation/loss": loss})
+        bits = loss / math.log(2) / self.cost.bytes_per_token
+        self.journal.write(step, **{"validation/loss": loss, "validation/bits_per_byte": bits})
         self.writer.add_scalar("validation/loss", loss, step)
-        self.say(f"step {step}/{self.plan.steps}: validation loss {loss:.4f}")
+        self.writer.add_scalar("validation/bits_per_byte", bits, step)
+        self.say(f"step {step}/{self.plan.steps}: validation loss {loss:.4f}, {bits:.4f} bits a byte")
 
     def flush(self) -> None:
         """All points so far on disk: called before a checkpoint, so that a resumed run has every point up to it."""

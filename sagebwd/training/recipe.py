@@ -107,6 +107,9 @@ class Train(Section):
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="auto: bf16 mixed precision with FP32 master weights on a GPU, fp32 on a CPU"
     )
+    fusion: Literal["auto", "on", "off"] = Field(
+        "auto", description="norms, RoPE, SwiGLU and cross-entropy compiled into one kernel each; auto: on a GPU"
+    )
     deterministic: bool = Field(
         False, description="on a GPU, the same bits in every run: slower kernels; a CPU's are the same in any case"
     )

@@ -8,32 +8,35 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, distributed
 
+from sagebwd import gpus
 from sagebwd.errors import RunError
 from sagebwd.megatron.core_attention import backend_that_ran
 from sagebwd.megatron.documents import packed_documents
-from sagebwd.megatron.model import build_model, parameter_counts
+from sagebwd.megatron.model import build_model
 from sagebwd.tokenizer import Prepared
 from sagebwd.training import (
     budget,
     checkpoint,
     determinism,
     endings,
+    gradients,
     health,
     lock,
     metrics,
     run_folder,
+    size,
     snapshot,
     status,
     world,
@@ -42,6 +45,7 @@ from sagebwd.training.checkpoint import Manifest, Position
 from sagebwd.training.data import train_batches, validation_batches
 from sagebwd.training.optimizer import build_optimizer, update
 from sagebwd.training.preemption import Preemption
+from sagebwd.training.prefetch import prefetch
 from sagebwd.training.recipe import Recipe
 from sagebwd.training.saver import Outcome, Saver
 from sagebwd.training.snapshot import State
@@ -70,8 +74,7 @@ def run(recipe: Recipe, arm: str, folder: Path, prepared: Prepared) -> End:
         status.settle(folder, "finished" if found == "done" else "failed")
         return found
     dtype = resolve_dtype(recipe)
-    precision = "bf16" if dtype is torch.bfloat16 else "fp32"
-    resolved = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
+    resolved = resolve(recipe)
     owner = checkpoint.Run(resolved, prepared.digest, prepared.vocab_size)
     minutes = recipe.health.hang_minutes
     with (
@@ -97,6 +100,17 @@ def run(recipe: Recipe, arm: str, folder: Path, prepared: Prepared) -> End:
             if here.first:
                 run_folder.update_config(folder, recipe)
             return training.train(manifest)
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """The recipe with what "auto" means on this machine: it can change a result, so a checkpoint holds it resolved."""
+    fusion = recipe.train.fusion
+    if fusion == "auto":
+        fusion = "on" if torch.cuda.is_available() else "off"
+    precision = "bf16" if resolve_dtype(recipe) is torch.bfloat16 else "fp32"
+    return recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"precision": precision, "fusion": fusion})}
+    )
 
 
 def resolve_dtype(recipe: Recipe) -> torch.dtype:
@@ -136,7 +150,7 @@ class _Arm:
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)  # FP32 sums, whatever the weights' dtype
         self.model = DistributedDataParallel(config, ddp, model.to(here.device))
         self.model.broadcast_params()
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = gradients.finalize
         self.forward_backward = get_forward_backward_func()
         self.validation = list(validation_batches(recipe, prepared, dp_rank=here.data_rank, dp_size=here.data_size))
         # Loss sum, tokens, ranks that were asked to stop, whether a checkpoint is due by the clock: of all ranks; and
@@ -146,6 +160,8 @@ class _Arm:
         self.mine = torch.zeros(2, dtype=torch.float64, pin_memory=cuda)
         self.saver = Saver(folder, owner, here)
         self.position = Position()
+        self.batches: Generator[Batch] | None = None
+        self.loading = 0.0  # seconds of the step under way that were spent waiting for micro-batches
         self.recorder: metrics.Recorder | None = None
         self.report: status.Reporter | None = None
         self.probe: health.Probe | None = None
@@ -208,11 +224,15 @@ class _Arm:
                 self.plan,
                 start_step=at.step,
                 device=self.here.device,
+                cost=self._cost(),
                 tokens_ahead=at.tokens - at.step * tokens_per_step,
             )
-        self.batches = self._batches()
+        self.batches = prefetch(self._batches())
 
     def _close(self) -> None:
+        if self.batches:
+            self.batches.close()
+            self.batches = None
         if self.recorder:
             self.recorder.close()
             self.recorder = None
@@ -230,9 +250,20 @@ class _Arm:
             ahead=self.position.samples - self.position.step * self.plan.sequences_per_step,
         )
 
+    def _cost(self) -> metrics.Cost:
+        """What a token of this run computes and stands for."""
+        device, spec = self.here.device, None
+        if device.type == "cuda" and self.recipe.train.precision == "bf16":
+            spec = gpus.spec(torch.cuda.get_device_name(device))
+        return metrics.Cost(
+            flops_per_token=size.flops_per_token(self.recipe, self.prepared.vocab_size),
+            peak_flops=None if spec is None else spec.tflops * 1e12 * self.here.size,
+            bytes_per_token=self.prepared.bytes_per_token,
+        )
+
     def _begin(self) -> None:
         """Say what starts, and write down what the report will tell of it."""
-        counts = parameter_counts(self.recipe, self.prepared.vocab_size)
+        cost, counts = self._cost(), size.parameter_counts(self.recipe, self.prepared.vocab_size)
         start = self.position.step
         self._say(
             f"arm {self.arm}: {counts['total'] / 1e6:.2f}M parameters ({counts['non_embedding'] / 1e6:.2f}M without "
@@ -241,6 +272,7 @@ class _Arm:
             f"data {self.here.data_size} on {self.here.device.type}"
             + (f", going on after step {start}" if start else "")
         )
+        self._say(f"arm {self.arm}: {cost.describe(self.here.device)}")
         if self.here.first:
             self.meta = {
                 "arm": self.arm,
@@ -249,7 +281,11 @@ class _Arm:
                 "tensor": self.here.tensor_size,
                 "precision": self.recipe.train.precision,
                 "parameters": counts,
+                "fusion": self.recipe.train.fusion,
                 "unigram_entropy": self.prepared.unigram_entropy,
+                "bytes_per_token": self.prepared.bytes_per_token,
+                "flops_per_token": cost.flops_per_token,
+                "peak_flops": cost.peak_flops,
                 "data_digest": self.prepared.digest,
                 "steps": self.plan.steps,
             }
@@ -291,7 +327,7 @@ class _Arm:
 
     def _step(self) -> metrics.StepResult:
         """One optimizer step over the global batch. The host waits for the device once: for the gradient norm."""
-        begin = time.perf_counter()
+        begin, self.loading = time.perf_counter(), 0.0
         optimizer = self.state.optimizer
         sums = self._gradients(self.batches)
         total = torch.stack(sums).sum(0)
@@ -315,6 +351,7 @@ class _Arm:
             learning_rate=optimizer.param_groups[0]["lr"],
             grad_norm=grad_norm,
             seconds=time.perf_counter() - begin,
+            loading=self.loading,
             skipped=not health.sound(self._mean_loss(), grad_norm),
         )
 
@@ -345,7 +382,10 @@ class _Arm:
     def _forward(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
         if self.probe:
             self.probe.micro_batch += 1
-        losses, mask = self._losses(model, next(batches))
+        begin = time.perf_counter()
+        batch = next(batches)
+        self.loading += time.perf_counter() - begin
+        losses, mask = self._losses(model, batch)
         return losses, partial(_loss, mask)
 
     def _losses(self, model: DistributedDataParallel, batch: Batch) -> tuple[Tensor, Tensor]:

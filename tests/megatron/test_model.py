@@ -5,8 +5,9 @@ import torch
 
 from sagebwd.errors import UserError
 from sagebwd.megatron.documents import packed_documents
-from sagebwd.megatron.model import PaddedVocabGPT, build_model, padded_vocab_size, parameter_counts
+from sagebwd.megatron.model import PaddedVocabGPT, build_model
 from sagebwd.training.recipe import Attention, Data, Model, Recipe
+from sagebwd.training.size import padded_vocab_size, parameter_counts
 from sagebwd.training.world import World
 from tests.training.runs import on_cpu
 

@@ -27,7 +27,12 @@ def tiny_recipe(
         model=Model(layers=2, hidden=32, ffn=64, heads=4, kv_heads=2),
         attention=Attention(kind=kind),
         data=data,
-        train=Train(tokens_per_step=tokens_per_step, total_tokens=steps * tokens_per_step, micro_batch=micro_batch),
+        train=Train(
+            tokens_per_step=tokens_per_step,
+            total_tokens=steps * tokens_per_step,
+            micro_batch=micro_batch,
+            fusion="off",  # as a CPU resolves it
+        ),
         optimizer=Optimizer(lr=1e-3, min_lr=1e-4, warmup_tokens=4 * tokens_per_step),
         evaluation=Evaluation(tokens=512, every_steps=3),
         checkpoint=Checkpoint(every_steps=steps // 2),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
 from sagebwd.megatron.model import build_model
 from sagebwd.tokenizer import Prepared, prepare
-from sagebwd.training import metrics, run_folder, train, world
+from sagebwd.training import gradients, metrics, run_folder, size, train, world
 from sagebwd.training.budget import Plan
 from sagebwd.training.optimizer import build_optimizer
 from sagebwd.training.recipe import Data, Optimizer, Recipe
@@ -20,9 +20,11 @@ from tests.training.runs import Logged, logged, on_cpu, tiny_recipe
 pytest_plugins = ("tests.small_corpus",)
 pytestmark = on_cpu
 STEPS, TOKENS = 8, 512
+COST = metrics.Cost(flops_per_token=1e6, peak_flops=1e12, bytes_per_token=4.0)
 TAGS = {
     "train/loss", "validation/loss", "train/learning_rate", "train/grad_norm", "train/consumed_tokens",
-    "perf/tokens_per_second", "perf/step_time", "perf/memory_gib",
+    "perf/tokens_per_second", "perf/step_time", "perf/memory_gib", "perf/model_tflops", "perf/data_fraction",
+    "validation/bits_per_byte",
 }  # fmt: skip
 
 
@@ -45,13 +47,20 @@ def test_what_is_logged(small_data: Data, prepared: Prepared, tmp_path: Path) ->
     points = run(tmp_path, recipe(small_data), prepared).scalars
     assert set(points) == TAGS
     steps = list(range(1, STEPS + 1))
-    assert all([step for step, _ in points[tag]] == steps for tag in TAGS - {"validation/loss"})
+    assert all([step for step, _ in points[tag]] == steps for tag in TAGS if not tag.startswith("validation/"))
     assert [step for step, _ in points["validation/loss"]] == [0, 3, 6, 8]
     assert points["train/consumed_tokens"][-1] == (STEPS, STEPS * TOKENS)
     for (_, seconds), (_, speed) in zip(points["perf/step_time"], points["perf/tokens_per_second"], strict=True):
         assert seconds * speed == pytest.approx(TOKENS, rel=1e-4)
+    flops = size.flops_per_token(recipe(small_data), 512)
+    for (_, tflops), (_, speed) in zip(points["perf/model_tflops"], points["perf/tokens_per_second"], strict=True):
+        assert tflops * 1e12 == pytest.approx(speed * flops, rel=1e-4)
+    assert all(0 < fraction < 1 for _, fraction in points["perf/data_fraction"])
+    for (_, bits), (_, nats) in zip(points["validation/bits_per_byte"], points["validation/loss"], strict=True):
+        assert bits * math.log(2) * prepared.bytes_per_token == pytest.approx(nats, rel=1e-5)
     meta = run_folder.meta(tmp_path)
     assert meta["status"] == "done"
+    assert (meta["fusion"], meta["peak_flops"]) == ("off", None)  # on a CPU
     assert meta["start_loss"] == pytest.approx(points["validation/loss"][0][1])
     assert meta["data_digest"] == prepared.digest
     assert meta["versions"]["torch"] == torch.__version__
@@ -129,7 +138,7 @@ def test_points_of_a_resumed_run_do_not_overlap(tmp_path: Path) -> None:
     plan = Plan(steps=6, sequences_per_step=1, accumulation=1, warmup_steps=0, tokens=6)
 
     def write(folder: Path, start: int, value: float) -> Path:
-        with metrics.Recorder(folder, plan, start_step=start, device=torch.device("cpu")) as recorder:
+        with metrics.Recorder(folder, plan, start_step=start, device=torch.device("cpu"), cost=COST) as recorder:
             for step in range(start + 1, 7):
                 recorder.train(metrics.StepResult(step, value, 1e-3, 1.0, 0.1))
         return folder
@@ -139,6 +148,25 @@ def test_points_of_a_resumed_run_do_not_overlap(tmp_path: Path) -> None:
     (events,) = second.glob(run_folder.EVENTS)
     shutil.move(events, first / events.name.replace("tfevents.", "tfevents.9", 1))
     assert logged(first).scalars["train/loss"] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+
+
+def test_mfu_is_logged_where_the_peak_is_known(tmp_path: Path) -> None:
+    plan = Plan(steps=1, sequences_per_step=1, accumulation=1, warmup_steps=0, tokens=2000)
+    with metrics.Recorder(tmp_path, plan, start_step=0, device=torch.device("cpu"), cost=COST) as recorder:
+        recorder.train(metrics.StepResult(1, 3.0, 1e-3, 1.0, seconds=0.01, loading=0.001))
+    points = logged(tmp_path).scalars
+    assert points["perf/mfu"] == [(1, pytest.approx(2000 / 0.01 * 1e6 / 1e12))]
+    assert points["perf/data_fraction"] == [(1, pytest.approx(0.1))]
+
+
+def test_gradients_are_finished_as_by_megatron(
+    small_data: Data, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = run(tmp_path / "ours", recipe(small_data), prepared)
+    monkeypatch.setattr(gradients, "finalize", finalize_model_grads)
+    theirs = run(tmp_path / "theirs", recipe(small_data), prepared)
+    for tag in ("train/loss", "train/grad_norm", "validation/loss"):
+        assert ours.values(tag) == theirs.values(tag)
 
 
 def test_meta_is_replaced_whole(tmp_path: Path) -> None:
