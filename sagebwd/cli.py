@@ -81,6 +81,10 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_runs(recipe)
     _add_data(recipe)
     _add_print_config(recipe)
+    recipe.add_argument(
+        "--dry-run", action="store_true", help="print parameters, FLOPs, memory and hours of every arm, and stop"
+    )
+    recipe.add_argument("--gpu", metavar="NAME", help="for --dry-run: the GPU, such as h200 [the one here]")
 
     _command(commands, "arms", _arms, "print the name of every arm, one a line: what --arm-index counts, from 0")
 
@@ -188,6 +192,13 @@ def _recipe(arguments: argparse.Namespace) -> int:
         experiment = experiment.select(arguments.arms)
     if arguments.print_config:
         return _print_config(experiment, arguments.nproc)
+    if arguments.gpu is not None and not arguments.dry_run:
+        raise UserError("--gpu names the GPU of a --dry-run: add --dry-run, or leave it out")
+    if arguments.dry_run:
+        from sagebwd import dry_run
+
+        dry_run.run(experiment, gpu=arguments.gpu, nproc=arguments.nproc, at_once=arguments.at_once)
+        return 0
 
     from sagebwd import runner
 

@@ -84,7 +84,14 @@ def test_print_config_prints_every_arm_resolved_and_starts_nothing(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "recipe --help", f"recipe {SMALL} --print-config", "recipe nowhere.yaml"]
+    "arguments",
+    [
+        "--help",
+        "recipe --help",
+        f"recipe {SMALL} --print-config",
+        f"recipe {SMALL} --dry-run --gpu h200",
+        "recipe nowhere.yaml",
+    ],
 )
 def test_the_quick_commands_import_nothing_heavy(arguments: str) -> None:
     program = (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sagebwd.compare import gap_events, gaps, grid, plot, report, runs, statistics, sweep_report
 from sagebwd.compare.runs import Run
+from sagebwd.table import aligned
 
 REPORT = "report"
 MARGIN = 0.01  # nats per token; a sweep may state another
@@ -84,6 +85,6 @@ def _write_json(path: Path, facts: dict) -> None:
 
 
 def _say(rows: list[tuple[str, ...]], notes: list[str]) -> None:
-    print(f"\n{report.aligned(rows)}\n")
+    print(f"\n{aligned(rows)}\n")
     for note in notes:
         print(note)

@@ -13,7 +13,7 @@ from sagebwd.compare.statistics import RISE, SPIKE, SPIKE_STEPS, Result
 from sagebwd.training import recipe_file
 
 HEADER = (
-    "arm", "final", "bits/byte", "best", "fall", "gap", "paired gap, last half", "tokens/s", "MFU", "spikes",
+    "arm", "final", "bits/byte", "best", "fall", "gap", "paired gap, last half", "tokens/s", "MFU", "GiB", "spikes",
     "diverged",
 )  # fmt: skip
 PICTURE = "curves.png"
@@ -23,7 +23,8 @@ first step to the end. *gap*: validation loss minus the reference's at the last 
 gap*: training loss minus the reference's at the same step, so on the same samples; mean ± standard deviation over
 the steps of the last half. That is the spread from step to step, not from seed to seed: this is one seed.
 *bits/byte*: the final loss over the validation text's bytes a token: it does not depend on the tokenizer.
-*tokens/s*, *MFU* (model FLOPs over the GPU's dense 16-bit peak): median, the first tenth of the steps left out.
+*tokens/s*, *MFU* (model FLOPs over the GPU's dense 16-bit peak): median, the first tenth of the steps left out. *GiB*:
+peak memory of the first rank, allocated on its GPU or resident on a CPU.
 *spikes*: how often the training loss jumps {SPIKE:g} nats above the median of the {SPIKE_STEPS} steps before.
 *diverged*: a loss that is not finite, or a validation loss that rises {RISE:g} nat above its best.
 """
@@ -32,19 +33,6 @@ the steps of the last half. That is the spread from step to step, not from seed 
 def table(results: list[Result]) -> list[tuple[str, ...]]:
     """The comparison's rows, HEADER first, as text."""
     return [HEADER, *(_row(result) for result in results)]
-
-
-def aligned(rows: list[tuple[str, ...]]) -> str:
-    """The rows for a terminal: columns padded, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    last = len(widths) - 1
-    lines = []
-    for row in rows:
-        cells = enumerate(zip(row, widths, strict=True))
-        padded = [text.ljust(width) if i in (0, last) else text.rjust(width) for i, (text, width) in cells]
-        lines.append("   ".join(padded).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(lines)
 
 
 def title(results: list[Result], reference: Run | None) -> str:
@@ -135,6 +123,7 @@ def _row(result: Result) -> tuple[str, ...]:
         "" if paired is None else f"{paired.mean:+.4f} ± {paired.spread:.4f}",
         "" if speed is None else f"{speed:,.0f}",
         "" if result.mfu is None else f"{result.mfu:.1%}",
+        "" if result.memory_gib is None else f"{result.memory_gib:.1f}",
         str(result.spikes),
         result.diverged or "no",
     )

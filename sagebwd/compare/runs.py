@@ -16,7 +16,7 @@ from sagebwd.training import recipe_file, run_folder
 from sagebwd.training.recipe import Recipe
 
 TRAIN, VALIDATION = "train/loss", "validation/loss"
-TOKENS_PER_SECOND, MFU = "perf/tokens_per_second", "perf/mfu"
+TOKENS_PER_SECOND, MFU, MEMORY = "perf/tokens_per_second", "perf/mfu", "perf/memory_gib"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sagebwd.compare.runs import MFU, TOKENS_PER_SECOND, TRAIN, VALIDATION, Run, Series
+from sagebwd.compare.runs import MEMORY, MFU, TOKENS_PER_SECOND, TRAIN, VALIDATION, Run, Series
 
 RISE = 1.0  # nats above its best at which a validation loss counts as diverged
 SPIKE = 0.5  # nats above the median of the steps before it at which a step's training loss counts as a spike
@@ -30,7 +30,7 @@ class Result:
 
     start, final, best: validation loss. gap: final minus the reference's at the last step that both validated
     (gap_step). bits_per_byte: final as bits per byte of text. tokens_per_second, mfu: medians over the steps after the
-    first tenth. spikes: how many. diverged: how, for a person.
+    first tenth. memory_gib: the first rank's peak. spikes: how many. diverged: how, for a person.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Result:
     paired: Paired | None
     tokens_per_second: float | None
     mfu: float | None
+    memory_gib: float | None
     bits_per_byte: float | None
     spikes: int
     diverged: str | None
@@ -88,6 +89,7 @@ def evaluate(run: Run, against: Run | None) -> Result:
         paired=paired,
         tokens_per_second=steady_median(run.get(TOKENS_PER_SECOND)),
         mfu=steady_median(run.get(MFU)),
+        memory_gib=float(run.get(MEMORY).values.max()) if len(run.get(MEMORY).steps) else None,
         bits_per_byte=bits_per_byte(float(validation.values[-1]), run.meta.get("bytes_per_token")),
         spikes=spikes(run.get(TRAIN)),
         diverged=divergence(run),

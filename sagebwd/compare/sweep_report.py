@@ -16,7 +16,7 @@ from sagebwd.training.sweep import short
 PICTURE, GAPS, RUNS = "gaps.png", "gaps.csv", "runs.csv"
 HEADER = (
     "tokens a step", "QK-norm", "arm", "seeds", "final loss", "bits/byte", "gap to FPA", "95% interval", "verdict",
-    "spikes", "diverged", "tokens/s", "MFU",
+    "spikes", "diverged", "tokens/s", "MFU", "GiB",
 )  # fmt: skip
 LEGEND = """\
 *final loss*: validation loss at the end, in nats per token, mean ± standard deviation from seed to seed. *gap to FPA*:
@@ -27,7 +27,7 @@ otherwise, and always with fewer than three seeds; **worse** if more of its seed
 *spikes*: a training loss {spike:g} nats above the median of the {steps} steps before, over all seeds. *diverged*: a
 loss that is not finite, or a validation loss that rises {rise:g} nat above its best; such runs and unfinished ones are
 in no mean. *bits/byte*: final loss over the validation text's bytes a token. *tokens/s*, *MFU*: median over the steps
-after the first tenth, mean over the seeds. Several arms are tested at several sizes and nothing is corrected for that:
+after the first tenth, mean over the seeds; *GiB*: the first rank's peak memory, likewise. Several arms are tested at several sizes and nothing is corrected for that:
 one interval in twenty misses its mean.
 """
 
@@ -77,7 +77,7 @@ def markdown(
     legend = LEGEND.format(margin=margin, spike=SPIKE, steps=SPIKE_STEPS, rise=RISE)
     lines = [f"# Recipe {name}", "", f"**{title(points)}** (margin {margin:g} nats)", ""]
     lines += [f"![Gap to full precision against tokens per step, recipe {name}]({PICTURE})", ""]
-    lines += [f"| {' | '.join(rows[0])} |", f"|{'---:|---|---|' + '---:|' * 5 + '---|' + '---:|' * 4}"]
+    lines += [f"| {' | '.join(rows[0])} |", f"|{'---:|---|---|' + '---:|' * 5 + '---|' + '---:|' * 5}"]
     lines += [f"| {' | '.join(row)} |" for row in rows[1:]]
     lines += ["", *(f"- {line}" for line in verdict_lines(points)), ""]
     lines += [*(f"{note}\n" for note in notes), legend]
@@ -138,6 +138,7 @@ def runs_csv(runs: list[Run], results: list[Result]) -> str:
             "diverged": result.diverged,
             "tokens_per_second": result.tokens_per_second,
             "mfu": result.mfu,
+            "memory_gib": result.memory_gib,
             "wall_seconds": run.meta.get("wall_seconds"),
         }
         for run, result in zip(runs, results, strict=True)
@@ -162,6 +163,7 @@ def _row(point: Point) -> tuple[str, ...]:
         str(point.diverged),
         _mean([result.tokens_per_second for result in point.results], "{:,.0f}"),
         _mean([result.mfu for result in point.results], "{:.1%}"),
+        _mean([result.memory_gib for result in point.results], "{:.1f}"),
     )
 
 

@@ -48,5 +48,6 @@ def losses(shift: float, steps: int = 8) -> dict[str, dict[int, float]]:
         "train/loss": {step: 8 - 0.5 * step + shift for step in range(1, steps + 1)},
         "validation/loss": {step: 8 - 0.5 * step + (shift if step else 0) for step in range(0, steps + 1, 2)},
         "perf/tokens_per_second": {step: 10.0 if step <= 3 else 1000.0 for step in range(1, steps + 1)},
+        "perf/memory_gib": {step: 2.0 if step <= 3 else 2.5 for step in range(1, steps + 1)},
         "perf/mfu": {step: 0.25 for step in range(1, steps + 1)},
     }

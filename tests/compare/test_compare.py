@@ -11,8 +11,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from sagebwd.compare import compare, report, runs, statistics
+from sagebwd.compare import compare, runs, statistics
 from sagebwd.errors import UserError
+from sagebwd.table import aligned
 from tests.compare.event_files import FPA, META, SAGE, losses, recipe, write_run
 
 
@@ -106,7 +107,10 @@ def test_the_report_says_and_shows_it(folder: Path, capsys: pytest.CaptureFixtur
 
     text = (target / "report.md").read_text()
     assert "**Gap to full precision at the end, in nats: below -0.500, above +0.250**" in text
-    assert "| above | 4.2500 | 3.0657 | 4.2500 | 3.750 | +0.2500 | +0.2500 ± 0.0000 | 1,000 | 25.0% | 0 | no |" in text
+    assert (
+        "| above | 4.2500 | 3.0657 | 4.2500 | 3.750 | +0.2500 | +0.2500 ± 0.0000 | 1,000 | 25.0% | 2.5 | 0 | no |"
+        in text
+    )
     for fact in (
         "`sagebwd recipe recipes/r.yaml`",
         "| seed | 1234 |",
@@ -257,7 +261,7 @@ def test_labels_that_would_overlap_are_moved_apart_by_the_least() -> None:
 
 
 def test_the_table_is_aligned() -> None:
-    assert report.aligned([("arm", "loss", "x"), ("long-name", "1.5", "no")]).splitlines() == [
+    assert aligned([("arm", "loss", "x"), ("long-name", "1.5", "no")]).splitlines() == [
         "arm         loss   x",
         "---------------------",
         "long-name    1.5   no",

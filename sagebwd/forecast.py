@@ -1,0 +1,184 @@
+"""What a training step will need, from a recipe alone: memory of a GPU, and time. Imports no torch.
+
+Memory is a count of tensors, exact but for what is alive only for a moment. Time adds what the parts take one after
+another: matrix products and attention at measured rates, everything else at the memory's bandwidth; or, if that is
+more, what the host takes to launch it all. Rates were measured on an H200 (recipes/results/llama-125m-h200,
+recipes/results/small-h200, kernels/benchmarks/results) and are scaled to other GPUs by their data sheets, which is a
+guess. It is a forecast for planning, meant to be right to a quarter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sagebwd.gpus import SPECS, Spec
+from sagebwd.training import budget
+from sagebwd.training.recipe import Recipe
+from sagebwd.training.size import flops_per_token, matrix_parameters, padded_vocab_size, parameter_counts
+
+H200 = SPECS["NVIDIA H200"]
+GIB = 2**30
+
+# Dense products: of the peak, for wide matrices; narrow ones come to hidden / (hidden + NARROW) of that (assumed).
+PRODUCT_SHARE, NARROW = 0.75, 160
+# Attention, forward + backward, TFLOP/s by length: kernels/benchmarks/results/nvidia-h200-quick/results.csv, causal.
+ATTENTION = {
+    ("fpa", 64): {1024: 271.6, 4096: 384.0, 16384: 427.9},  # SDPA cuDNN
+    ("fpa", 128): {1024: 347.3, 4096: 484.5, 16384: 540.8},
+    ("sagebwd", 64): {1024: 148.0, 4096: 244.8, 16384: 273.0},
+    ("sagebwd", 128): {1024: 184.0, 4096: 271.8, 16384: 327.8},  # at 1024 without the host's share
+}
+COPY_SHARE = 0.89  # of the data sheet's bandwidth: 4.26 of 4.8 TB/s in a device copy
+# Reads and writes of the residual stream (times hidden) and of the feed-forward (times ffn), elements a token and
+# layer, forward and backward. Fused: counted from what is compiled, at FUSED_SHARE of a copy's speed (assumed).
+# Separate: fitted to llama-125m-h200; a third of it is many passes, the rest kernels that are slow on narrow rows.
+FUSED_HIDDEN, FUSED_FFN, FUSED_SHARE = 46, 8, 0.6
+SEPARATE_HIDDEN, SEPARATE_FFN = 260, 46
+# Bytes a logit: kept and made at the widest moment; read and written.
+LOGIT_MEMORY, LOGIT_TRAFFIC = {True: 4, False: 6}, {True: 12, False: 50}
+OPTIMIZER_BYTES, ACCUMULATE_BYTES = 100, 10  # read and written a parameter: AdamW in separate passes; a micro-batch
+HOST_LAYER, HOST_STEP = {"fpa": 3.0e-3, "sagebwd": 4.5e-3}, 6e-3  # seconds: a layer's launches both ways; a step's rest
+NVLINK = 400e9  # bytes a second of an all-reduce inside a node (assumed)
+WORKSPACE = 64 << 20  # bytes that cuBLAS and the like keep
+START = 40.0  # seconds until the first step: imports, compilation, data
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the widest moment of a step, as torch.cuda.max_memory_allocated counts: without CUDA's own
+    0.5 GiB and what the allocator keeps in reserve."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    widest: float  # alive only for a moment: logits and their gradient, or a layer's backward; and workspaces
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.widest
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one arm. step_seconds: by part in `parts`. seconds: the whole run, with validations and the start."""
+
+    plan: budget.Plan
+    parameters: dict[str, int]
+    flops_per_token: float
+    memory: Memory
+    parts: dict[str, float]
+    step_seconds: float
+    host_bound: bool
+    tokens_per_second: float
+    mfu: float
+    seconds: float
+
+
+def forecast(recipe: Recipe, gpu: Spec, ranks: int) -> Forecast:
+    """Of a recipe's training on `ranks` GPUs of one node; "auto" is taken as on a GPU. UserError: as budget.plan."""
+    dp = budget.data_parallel_size(recipe, ranks)
+    plan = budget.plan(recipe, dp)
+    vocab = recipe.data.vocab_size
+    parts = _step_parts(recipe, gpu, plan, dp)
+    device = math.fsum(parts.values())
+    host = plan.accumulation * recipe.model.layers * HOST_LAYER[recipe.attention.kind] + HOST_STEP
+    step = max(device, host)
+    flops = flops_per_token(recipe, vocab)
+    speed = recipe.train.tokens_per_step / step
+    validations = 1 + -(-plan.steps // recipe.evaluation.every_steps)
+    validated = recipe.evaluation.tokens / speed / 3  # forward alone
+    return Forecast(
+        plan=plan,
+        parameters=parameter_counts(recipe, vocab),
+        flops_per_token=flops,
+        memory=memory(recipe, ranks),
+        parts=parts,
+        step_seconds=step,
+        host_bound=host > device,
+        tokens_per_second=speed,
+        mfu=speed * flops / (gpu.tflops * 1e12 * ranks),
+        seconds=START + plan.steps * step + validations * validated,
+    )
+
+
+def memory(recipe: Recipe, ranks: int) -> Memory:
+    """Bytes on one GPU, see Memory."""
+    m, t = recipe.model, recipe.parallel.tensor
+    half, fused = recipe.train.precision != "fp32", recipe.train.fusion != "off"
+    element = 2 if half else 4
+    parameters = parameter_counts(recipe, recipe.data.vocab_size)["total"] / t
+    tokens = recipe.train.micro_batch * recipe.data.context
+    vocabulary = padded_vocab_size(recipe.data.vocab_size, t) / t
+    activations = tokens * (m.layers * layer_activations(recipe) + 2 * m.hidden * element)
+    of_logits = LOGIT_MEMORY[fused] * (element / 2) * vocabulary
+    of_layer = element * (3 * m.ffn / t + 6 * m.hidden)
+    return Memory(
+        weights=element * parameters,
+        gradients=4 * parameters,
+        optimizer=(12 if half else 8) * parameters,
+        activations=activations,
+        widest=WORKSPACE + max(tokens * max(of_logits, of_layer), 4 * parameters - activations),  # or AdamW's
+    )
+
+
+def layer_activations(recipe: Recipe) -> float:
+    """Bytes that a layer keeps of a token for its backward, on one tensor-parallel rank.
+
+    In elements: both norms' inputs and outputs (4 hidden), the fused QKV that the value and QK-norm read, the output
+    of attention, the feed-forward's input (2 ffn) and product (ffn). Attention keeps its queries and keys: full
+    precision after RoPE as they are, SageBwd in INT8. Separate operations keep two more ffn: silu of the gate, and the
+    other half. FP32: the logarithm of the softmax's sum, and each normalised row's 1 / rms.
+    """
+    m, t, fused = recipe.model, recipe.parallel.tensor, recipe.train.fusion != "off"
+    element = 4 if recipe.train.precision == "fp32" else 2
+    queries, keys = m.heads * m.dim / t, m.num_kv_heads * m.dim / t
+    grouped = queries if m.qk_norm and m.num_kv_heads < m.heads else 0  # copied out of the fused QKV for QK-norm
+    elements = 4 * m.hidden + (queries + 2 * keys) + grouped + queries + (3 if fused else 5) * m.ffn / t
+    inside = (queries + keys) * element
+    if recipe.attention.kind == "sagebwd":
+        inside = queries + keys + (keys * element if recipe.attention.quant.smooth_q else 0)
+    rows = m.heads / t + 2 + ((m.heads + m.num_kv_heads) / t if m.qk_norm else 0)
+    return elements * element + inside + 4 * rows
+
+
+def _step_parts(recipe: Recipe, gpu: Spec, plan: budget.Plan, dp: int) -> dict[str, float]:
+    """Seconds of a step on the device, by part."""
+    m, t, fused = recipe.model, recipe.parallel.tensor, recipe.train.fusion != "off"
+    tokens = recipe.train.tokens_per_step / dp  # of a data-parallel rank
+    bandwidth = gpu.bandwidth * 1e12 * COPY_SHARE
+    vocabulary = padded_vocab_size(recipe.data.vocab_size, 1)
+    parameters = parameter_counts(recipe, recipe.data.vocab_size)["total"] / t
+    products = 6 * (matrix_parameters(recipe) + vocabulary * m.hidden) * tokens / t
+    rate = PRODUCT_SHARE * m.hidden / (m.hidden + NARROW) * gpu.tflops * 1e12
+    attention = 7 * recipe.data.context * m.heads * m.dim * m.layers * tokens / t  # forward 2, backward 5, causal
+    if fused:
+        passes = (FUSED_HIDDEN * m.hidden + FUSED_FFN * m.ffn / t) / FUSED_SHARE
+    else:
+        passes = SEPARATE_HIDDEN * m.hidden + SEPARATE_FFN * m.ffn / t
+    parts = {
+        "matrix products": products / rate,
+        "attention": attention / (_attention_rate(recipe) * 1e12 * gpu.tflops / H200.tflops),
+        "element-wise": 2 * passes * m.layers * tokens / bandwidth,
+        "loss": LOGIT_TRAFFIC[fused] * vocabulary / t * tokens / bandwidth,
+        "optimizer": (OPTIMIZER_BYTES + ACCUMULATE_BYTES * plan.accumulation) * parameters / bandwidth,
+    }
+    if dp > 1:
+        parts["gradients over ranks"] = 2 * (dp - 1) / dp * 4 * parameters / NVLINK
+    if t > 1:
+        parts["activations over ranks"] = 4 * m.layers * 2 * (t - 1) / t * 2 * m.hidden * tokens / NVLINK
+    return parts
+
+
+def _attention_rate(recipe: Recipe) -> float:
+    """TFLOP/s at the recipe's context, on a line between the measured lengths' logarithms; its ends beyond them."""
+    table = ATTENTION[recipe.attention.kind, 64 if recipe.model.dim <= 64 else 128]
+    lengths = sorted(table)
+    length = min(max(recipe.data.context, lengths[0]), lengths[-1])
+    above = next(index for index, known in enumerate(lengths) if known >= length)
+    if above == 0:
+        return table[lengths[0]]
+    low, high = lengths[above - 1], lengths[above]
+    share = math.log(length / low) / math.log(high / low)
+    return table[low] + share * (table[high] - table[low])
