@@ -27,8 +27,8 @@ otherwise, and always with fewer than three seeds; **worse** if more of its seed
 *spikes*: a training loss {spike:g} nats above the median of the {steps} steps before, over all seeds. *diverged*: a
 loss that is not finite, or a validation loss that rises {rise:g} nat above its best; such runs and unfinished ones are
 in no mean. *bits/byte*: final loss over the validation text's bytes a token. *tokens/s*, *MFU*: median over the steps
-after the first tenth, mean over the seeds; *GiB*: the first rank's peak memory, likewise. Several arms are tested at several sizes and nothing is corrected for that:
-one interval in twenty misses its mean.
+after the first tenth, mean over the seeds; *GiB*: the first rank's peak memory, likewise. Several arms are tested at
+several sizes and nothing is corrected for that: one interval in twenty misses its mean.
 """
 
 
