@@ -19,7 +19,7 @@ endif
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  recipes: $(filter-out base,$(basename $(notdir $(wildcard recipes/*.yaml))))"
+	@echo "  recipes: $(filter-out base%,$(basename $(notdir $(wildcard recipes/*.yaml))))"
 
 setup: $(READY) ## virtual environment with all dependencies, in .venv
 

@@ -9,7 +9,7 @@ from sagebwd.table import aligned
 from sagebwd.training.recipe_file import Experiment
 
 HEADER = (
-    "arm", "steps", "tokens/step", "micro-batches", "GiB a GPU", "step, s", "tokens/s", "MFU", "hours",
+    "arm", "runs", "steps", "tokens/step", "micro-batches", "GiB a GPU", "step, s", "tokens/s", "MFU", "time",
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def run(experiment: Experiment, *, gpu: str | None, nproc: int, at_once: int) ->
     found = {arm: forecast(recipe, spec, nproc) for arm, recipe in experiment.arms.items()}
     first_arm = next(iter(found))
     _sizes(experiment, found[first_arm], nproc)
-    print(f"\n{aligned([HEADER, *(_row(arm, each) for arm, each in found.items())])}\n")
+    print(f"\n{aligned([HEADER, *_rows(experiment, found)])}\n")
     shown: set[tuple] = set()
     for arm, each in found.items():
         recipe = experiment.arms[arm]
@@ -35,8 +35,9 @@ def run(experiment: Experiment, *, gpu: str | None, nproc: int, at_once: int) ->
         if kind not in shown:
             shown.add(kind)
             print(_details(arm, each))
-    hours = sum(each.seconds for each in found.values()) / 3600
-    print(f"\nIn all {hours * nproc:,.1f} GPU-hours of {name}, {hours / at_once:,.1f} hours" + _how(nproc, at_once))
+    seconds = sum(each.seconds for each in found.values())
+    wall = seconds / min(at_once, len(found))
+    print(f"\nIn all {seconds * nproc / 3600:,.2f} GPU-hours of {name}: {_time(wall)}" + _how(nproc, at_once))
     for arm, each in found.items():
         if each.memory.total > 0.92 * spec.memory * 1e9:  # as sold, less CUDA's own and fragments
             print(f"note: {arm} may not fit {spec.memory} GB: lower train.micro_batch")
@@ -72,10 +73,20 @@ def _sizes(experiment: Experiment, each: Forecast, nproc: int) -> None:
     )
 
 
-def _row(arm: str, each: Forecast) -> tuple[str, ...]:
+def _rows(experiment: Experiment, found: dict[str, Forecast]) -> list[tuple[str, ...]]:
+    """A row an arm; those of a sweep that differ by their seed alone share the first one's."""
+    same: dict[tuple, list[str]] = {}
+    for arm, each in found.items():
+        variant = experiment.variants.get(arm, arm)
+        same.setdefault((variant, experiment.arms[arm].model.qk_norm, each.plan), []).append(arm)
+    return [_row(arms[0], len(arms), found[arms[0]]) for arms in same.values()]
+
+
+def _row(arm: str, runs: int, each: Forecast) -> tuple[str, ...]:
     plan = each.plan
     return (
         arm,
+        str(runs),
         f"{plan.steps:,}",
         f"{plan.tokens // plan.steps:,}",
         str(plan.accumulation),
@@ -83,8 +94,12 @@ def _row(arm: str, each: Forecast) -> tuple[str, ...]:
         f"{each.step_seconds:.3f}",
         f"{each.tokens_per_second:,.0f}",
         f"{each.mfu:.1%}",
-        f"{each.seconds / 3600:,.2f}",
+        _time(each.seconds),
     )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def _details(arm: str, each: Forecast) -> str:
@@ -105,7 +120,7 @@ def _details(arm: str, each: Forecast) -> str:
 
 def _how(nproc: int, at_once: int) -> str:
     many = f" with {at_once} arms at once" if at_once > 1 else ""
-    return f"{many}, on {nproc * at_once} GPU(s)"
+    return f"{many} on {nproc * at_once} GPU(s)"
 
 
 def _trust(spec: gpus.Spec, name: str) -> str:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from sagebwd.attention import QuantConfig
 from sagebwd.errors import UserError
+from sagebwd.training.budget import plan
 from sagebwd.training.recipe import Recipe
 from sagebwd.training.recipe_file import differences, dump, load_config, load_experiment
 
@@ -149,11 +151,27 @@ def test_differences_are_the_keys_that_can_change_a_run() -> None:
     assert differences(left, right) == {"attention.quant.delta": ("stale", "matched")}
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem != "base"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in RECIPES if not path.stem.startswith("base")], ids=lambda p: p.stem)
 def test_the_recipes_of_the_repository_load(path: Path) -> None:
-    arms = load_experiment(path).arms
-    assert list(arms) == ["fpa", "sagebwd", "sagebwd-paper"]
-    assert arms["fpa"].attention.kind == "fpa"
-    assert (arms["sagebwd"].attention.kind, arms["sagebwd"].attention.quant.granularity) == ("sagebwd", "row")
-    paper = arms["sagebwd-paper"].attention
-    assert (paper.kind, paper.quant.granularity, paper.quant.delta) == ("sagebwd", "tile", "stale")
+    experiment = load_experiment(path)
+    for name, recipe in experiment.arms.items():
+        arm, quant = experiment.variants.get(name, name), recipe.attention.quant
+        assert recipe.attention.kind == ("fpa" if arm == "fpa" else "sagebwd")
+        if arm == "sagebwd":
+            assert quant.config() == QuantConfig()
+        if arm == "sagebwd-paper":
+            assert quant.config() == QuantConfig(granularity="tile", delta="stale")
+    for cell in {name.removesuffix(arm) for name, arm in experiment.variants.items()} or {""}:
+        assert f"{cell}fpa" in experiment.arms  # what the others are compared with
+    told = (path.parent / "README.md").read_text()
+    assert f"[{path.name}]({path.name})" in told
+
+
+def test_the_papers_recipes_are_what_it_states() -> None:
+    for name, size, steps, warmup in (("260k", 262_144, 300_000, 7500), ("2m", 2_097_152, 37_500, 1000)):
+        arms = load_experiment(RECIPES[0].parent / f"llama-325m-{name}.yaml").arms
+        assert len(arms) == 6
+        recipe = arms["noqk-sagebwd-paper"]
+        assert (plan(recipe, 8).steps, plan(recipe, 8).warmup_steps) == (steps, warmup)
+        assert (recipe.train.tokens_per_step, recipe.data.context, recipe.optimizer.lr) == (size, 4096, 3e-5)
+        assert not recipe.model.qk_norm

@@ -4,10 +4,12 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagebwd.megatron.model import build_model
 from sagebwd.tokenizer import Prepared, prepare
@@ -167,6 +169,38 @@ def test_gradients_are_finished_as_by_megatron(
     theirs = run(tmp_path / "theirs", recipe(small_data), prepared)
     for tag in ("train/loss", "train/grad_norm", "validation/loss"):
         assert ours.values(tag) == theirs.values(tag)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts values that the host reads from a tensor, each of which would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_nothing_from_the_device_in_forward_and_backward(
+    small_data: Data, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, chosen = _Reads(), train.get_forward_backward_func
+
+    def counted() -> Any:
+        original = chosen()
+
+        def call(**arguments: Any) -> Any:
+            with reads:
+                return original(**arguments)
+
+        return call
+
+    monkeypatch.setattr(train, "get_forward_backward_func", counted)
+    run(tmp_path / "ours", recipe(small_data), prepared)
+    assert reads.count == 0
+    monkeypatch.setattr(gradients, "finalize", finalize_model_grads)
+    run(tmp_path / "theirs", recipe(small_data), prepared)
+    assert reads.count == STEPS  # so it is counted at all
 
 
 def test_meta_is_replaced_whole(tmp_path: Path) -> None:
