@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 
 def finalize(model: list[torch.nn.Module], num_tokens: Tensor, **options: Any) -> None:
-    """Megatron's finalize_model_grads, but nobody waits for the device: Megatron asks it whether num_tokens is 0.
+    """Megatron's finalize_model_grads, but nobody waits for the device: 0.16 asks it whether num_tokens is 0.
 
     num_tokens: those of this rank's micro-batches, a tensor on the device; never 0, since every label counts.
     """

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sagebwd.megatron import fusion
+from sagebwd.megatron.documents import packed_documents
 from sagebwd.megatron.model import PaddedVocabGPT, build_model
 from sagebwd.training.recipe import Attention, Data, Model, Recipe
 from sagebwd.training.world import World
@@ -44,17 +45,24 @@ def build(fused: str, dtype: torch.dtype = torch.float32) -> PaddedVocabGPT:
     return build_model(recipe, VOCAB, dtype)
 
 
-def losses_and_gradients(model: PaddedVocabGPT) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def losses_and_gradients(
+    model: PaddedVocabGPT, *, packed: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     torch.manual_seed(1)
     tokens, labels = torch.randint(0, VOCAB, (2, 2, CONTEXT))
-    positions = torch.arange(CONTEXT).expand(2, -1)
-    losses = model(tokens, positions, None, labels=labels)
+    positions, documents = torch.arange(CONTEXT).expand(2, -1), None
+    if packed:
+        positions = positions % 10
+        documents = packed_documents(positions, torch.device("cpu"))
+        tokens, labels, positions = (x.reshape(1, -1) for x in (tokens, labels, positions))
+    losses = model(tokens, positions, None, labels=labels, packed_seq_params=documents)
     losses.sum().backward()
     return losses.detach(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
-def test_a_model_computes_the_same(alone: World) -> None:
-    plain, fused = (losses_and_gradients(build(fused)) for fused in ("off", "on"))
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_computes_the_same(alone: World, packed: bool) -> None:
+    plain, fused = (losses_and_gradients(build(fused), packed=packed) for fused in ("off", "on"))
     torch.testing.assert_close(fused[0], plain[0], rtol=1e-5, atol=1e-6)
     assert fused[1].keys() == plain[1].keys()
     for name, gradient in plain[1].items():

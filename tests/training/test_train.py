@@ -196,11 +196,11 @@ def test_the_host_reads_nothing_from_the_device_in_forward_and_backward(
         return call
 
     monkeypatch.setattr(train, "get_forward_backward_func", counted)
-    run(tmp_path / "ours", recipe(small_data), prepared)
+    run(tmp_path, recipe(small_data), prepared)
     assert reads.count == 0
-    monkeypatch.setattr(gradients, "finalize", finalize_model_grads)
-    run(tmp_path / "theirs", recipe(small_data), prepared)
-    assert reads.count == STEPS  # so it is counted at all
+    with reads:
+        assert torch.ones(1) > 0
+    assert reads.count == 1  # so it is counted at all
 
 
 def test_meta_is_replaced_whole(tmp_path: Path) -> None:
