@@ -29,7 +29,8 @@ LINES = 20  # log lines of a run, where there is no terminal for a bar
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step. loss: nats per token, mean over the global batch before the update. seconds: wall time;
-    loading: how much of it the first rank waited for micro-batches. skipped: loss or gradient norm are not finite, and nothing was changed.
+    loading: how much of it the first rank waited for micro-batches. skipped: loss or gradient norm are not finite, and
+    nothing was changed.
     """
 
     step: int

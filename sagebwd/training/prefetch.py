@@ -12,7 +12,7 @@ AHEAD = 4
 PATIENCE = 0.1  # seconds after which a thread whose queue is full looks whether anybody still wants it
 
 
-def prefetch(batches: Iterable[Any], ahead: int = AHEAD) -> Generator[Any]:
+def prefetch(batches: Iterable[Any], ahead: int = AHEAD) -> Generator[Any, None, None]:
     """The same in the same order, up to `ahead` of them made before they are asked for.
 
     What `batches` raises is raised here, in its place. The thread ends with the iterator: at its end, or on close().

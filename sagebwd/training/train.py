@@ -160,7 +160,7 @@ class _Arm:
         self.mine = torch.zeros(2, dtype=torch.float64, pin_memory=cuda)
         self.saver = Saver(folder, owner, here)
         self.position = Position()
-        self.batches: Generator[Batch] | None = None
+        self.batches: Generator[Batch, None, None] | None = None
         self.loading = 0.0  # seconds of the step under way that were spent waiting for micro-batches
         self.recorder: metrics.Recorder | None = None
         self.report: status.Reporter | None = None
