@@ -9,8 +9,9 @@ from typing import Any
 
 from sagebwd.compare.plot import count
 from sagebwd.compare.runs import Run
-from sagebwd.compare.statistics import RISE, SPIKE, SPIKE_STEPS, Result
+from sagebwd.compare.statistics import RISE, Result
 from sagebwd.training import recipe_file
+from sagebwd.training.health import WINDOW
 
 HEADER = (
     "arm", "final", "bits/byte", "best", "fall", "gap", "paired gap, last half", "tokens/s", "MFU", "GiB", "spikes",
@@ -25,7 +26,7 @@ the steps of the last half. That is the spread from step to step, not from seed 
 *bits/byte*: the final loss over the validation text's bytes a token: it does not depend on the tokenizer.
 *tokens/s*, *MFU* (model FLOPs over the GPU's dense 16-bit peak): median, the first tenth of the steps left out. *GiB*:
 peak memory of the first rank, allocated on its GPU or resident on a CPU.
-*spikes*: how often the training loss jumps {SPIKE:g} nats above the median of the {SPIKE_STEPS} steps before.
+*spikes*: how often the training loss jumps `health.spike_nats` above the median of the {WINDOW} steps before.
 *diverged*: a loss that is not finite, or a validation loss that rises {RISE:g} nat above its best.
 """
 

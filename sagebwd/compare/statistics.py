@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sagebwd.compare.runs import MEMORY, MFU, TOKENS_PER_SECOND, TRAIN, VALIDATION, Run, Series
+from sagebwd.training.health import WINDOW
 
 RISE = 1.0  # nats above its best at which a validation loss counts as diverged
-SPIKE = 0.5  # nats above the median of the steps before it at which a step's training loss counts as a spike
-SPIKE_STEPS = 25  # how many steps before it
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def evaluate(run: Run, against: Run | None) -> Result:
         mfu=steady_median(run.get(MFU)),
         memory_gib=float(run.get(MEMORY).values.max()) if len(run.get(MEMORY).steps) else None,
         bits_per_byte=bits_per_byte(float(validation.values[-1]), run.meta.get("bytes_per_token")),
-        spikes=spikes(run.get(TRAIN)),
+        spikes=spikes(run.get(TRAIN), run.recipe.health.spike_nats),
         diverged=divergence(run),
     )
 
@@ -144,12 +143,12 @@ def bits_per_byte(nats_per_token: float, bytes_per_token: float | None) -> float
     return None if bytes_per_token is None else nats_per_token / math.log(2) / bytes_per_token
 
 
-def spikes(train: Series) -> int:
-    """How often the training loss jumps SPIKE above the median of the SPIKE_STEPS steps before; neighbours are one."""
-    if len(train.values) <= SPIKE_STEPS:
+def spikes(train: Series, nats: float) -> int:
+    """How often the training loss jumps `nats` above the median of the WINDOW steps before; neighbours are one."""
+    if len(train.values) <= WINDOW:
         return 0
-    before = np.median(np.lib.stride_tricks.sliding_window_view(train.values[:-1], SPIKE_STEPS), axis=1)
-    high = train.values[SPIKE_STEPS:] > before + SPIKE
+    before = np.median(np.lib.stride_tricks.sliding_window_view(train.values[:-1], WINDOW), axis=1)
+    high = train.values[WINDOW:] > before + nats
     return int(high[0]) + int((high[1:] & ~high[:-1]).sum())
 
 

@@ -10,7 +10,8 @@ from sagebwd.compare import report
 from sagebwd.compare.grid import Point
 from sagebwd.compare.runs import Run
 from sagebwd.compare.seeds import Estimate
-from sagebwd.compare.statistics import RISE, SPIKE, SPIKE_STEPS, Result
+from sagebwd.compare.statistics import RISE, Result
+from sagebwd.training.health import WINDOW
 from sagebwd.training.sweep import short
 
 PICTURE, GAPS, RUNS = "gaps.png", "gaps.csv", "runs.csv"
@@ -24,11 +25,11 @@ its mean difference to full precision at the same seed, so on the same samples i
 weights; *95% interval* of that mean by Student's t over the seeds. *verdict*: **matches** if the whole interval lies
 within ±{margin:g} nats; **worse** or **better** if it lies on one side of 0 and not within that margin; **undecided**
 otherwise, and always with fewer than three seeds; **worse** if more of its seeds diverged than of full precision's.
-*spikes*: a training loss {spike:g} nats above the median of the {steps} steps before, over all seeds. *diverged*: a
-loss that is not finite, or a validation loss that rises {rise:g} nat above its best; such runs and unfinished ones are
-in no mean. *bits/byte*: final loss over the validation text's bytes a token. *tokens/s*, *MFU*: median over the steps
-after the first tenth, mean over the seeds; *GiB*: the first rank's peak memory, likewise. Several arms are tested at
-several sizes and nothing is corrected for that: one interval in twenty misses its mean.
+*spikes*: a training loss `health.spike_nats` above the median of the {steps} steps before, over all seeds. *diverged*:
+a loss that is not finite, or a validation loss that rises {rise:g} nat above its best; such runs and unfinished ones
+are in no mean. *bits/byte*: final loss over the validation text's bytes a token. *tokens/s*, *MFU*: median over the
+steps after the first tenth, mean over the seeds; *GiB*: the first rank's peak memory, likewise. Several arms are tested
+at several sizes and nothing is corrected for that: one interval in twenty misses its mean.
 """
 
 
@@ -74,7 +75,7 @@ def markdown(
     """report.md. curves: file -> what it shows."""
     name = runs[0].recipe.name
     rows = table(points)
-    legend = LEGEND.format(margin=margin, spike=SPIKE, steps=SPIKE_STEPS, rise=RISE)
+    legend = LEGEND.format(margin=margin, steps=WINDOW, rise=RISE)
     lines = [f"# Recipe {name}", "", f"**{title(points)}** (margin {margin:g} nats)", ""]
     lines += [f"![Gap to full precision against tokens per step, recipe {name}]({PICTURE})", ""]
     lines += [f"| {' | '.join(rows[0])} |", f"|{'---:|---|---|' + '---:|' * 5 + '---|' + '---:|' * 5}"]

@@ -232,9 +232,10 @@ def test_spikes_are_counted_once_each() -> None:
     values = np.full(100, 3.0)
     values[[40, 41, 60, 99]] += 0.6  # two neighbours are one
     values[80] += 0.4
-    assert statistics.spikes(runs.Series(np.arange(1, 101), values)) == 3
-    assert statistics.spikes(runs.Series(np.arange(1, 101), np.linspace(9, 3, 100))) == 0
-    assert statistics.spikes(runs.Series(np.arange(1, 11), values[35:45])) == 0
+    assert statistics.spikes(runs.Series(np.arange(1, 101), values), 0.5) == 3
+    assert statistics.spikes(runs.Series(np.arange(1, 101), values), 0.7) == 0
+    assert statistics.spikes(runs.Series(np.arange(1, 101), np.linspace(9, 3, 100)), 0.5) == 0
+    assert statistics.spikes(runs.Series(np.arange(1, 11), values[35:45]), 0.5) == 0
 
 
 def test_tensorboard_gets_the_gap_and_a_layout_that_overlays_the_arms(folder: Path) -> None:
