@@ -32,6 +32,10 @@ def recipe(data: Data, kind: str) -> Recipe:
     return tiny.model_copy(update={"model": tiny.model.model_copy(update={"hidden": 256, "ffn": 512})})
 
 
+def fused(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"fusion": "auto"})})
+
+
 def run(folder: Path, recipe: Recipe, prepared: Prepared) -> Logged:
     train.run(recipe, recipe.attention.kind, folder, prepared)
     return logged(folder)
@@ -40,15 +44,15 @@ def run(folder: Path, recipe: Recipe, prepared: Prepared) -> Logged:
 @pytest.mark.parametrize("pack", [False, True])
 def test_both_arms_learn_alike(small_data: Data, prepared: Prepared, tmp_path: Path, pack: bool) -> None:
     data = small_data.model_copy(update={"pack": pack})
-    fpa = run(tmp_path / "fpa", recipe(data, "fpa"), prepared)
-    sagebwd = run(tmp_path / "sagebwd", recipe(data, "sagebwd"), prepared)
+    fpa = run(tmp_path / "fpa", fused(recipe(data, "fpa")), prepared)
+    sagebwd = run(tmp_path / "sagebwd", fused(recipe(data, "sagebwd")), prepared)
     losses = fpa.values("train/loss")
     assert losses[-1] < losses[0] - 0.3
     assert sagebwd.values("train/loss") == pytest.approx(losses, abs=0.05)
     metas = {arm: run_folder.meta(tmp_path / arm) for arm in ("fpa", "sagebwd")}
     assert metas["fpa"]["backend"].startswith("varlen_attn " if pack else "SDPA ")
     assert metas["sagebwd"]["backend"] == "triton"
-    assert all(meta["precision"] == "bf16" for meta in metas.values())
+    assert all((meta["precision"], meta["fusion"]) == ("bf16", "on") for meta in metas.values())
     assert fpa.values("perf/memory_gib")[-1] > 0
 
 
