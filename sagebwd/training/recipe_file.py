@@ -43,13 +43,14 @@ class Experiment:
 
     def select(self, names: list[str]) -> Experiment:
         """The same experiment with these arms only; * and ? stand for any text, any letter. UserError: no such arm."""
-        chosen: dict[str, Recipe] = {}
+        chosen: set[str] = set()
         for name in names:
             found = [name] if name in self.arms else fnmatch.filter(self.arms, name)
             if not found:
                 raise UserError(f"{self.path} has no arm {name!r}: {_suggest(name, list(self.arms))}")
-            chosen |= {arm: self.arms[arm] for arm in found}
-        return replace(self, arms=MappingProxyType(chosen))
+            chosen.update(found)
+        arms = {arm: recipe for arm, recipe in self.arms.items() if arm in chosen}
+        return replace(self, arms=MappingProxyType(arms))
 
     def at(self, index: int) -> str:
         """The name of arm number `index`, from 0. UserError: there are not as many."""

@@ -69,6 +69,8 @@ def test_arms_are_chosen_by_name_pattern_and_number(file: Path) -> None:
     experiment = load_experiment(file)
     chosen: Experiment = experiment.select(["32k-*-s1-fpa"])
     assert list(chosen.arms) == ["32k-qk-s1-fpa", "32k-noqk-s1-fpa"]
+    in_turn = experiment.select(["32k-qk-*-sagebwd", "32k-qk-*-fpa"])  # pairs stay together
+    assert list(in_turn.arms)[:2] == ["32k-qk-s1-fpa", "32k-qk-s1-sagebwd"]
     assert chosen.variants == experiment.variants  # the comparison still knows all of them
     assert experiment.at(3) == "32k-noqk-s1-sagebwd"
 
