@@ -82,8 +82,8 @@ def run(experiment: Experiment, settings: Settings) -> int:
             return USER_ERROR  # the arm has said what is wrong
     stopped = [failure.arm for failure in failures if failure.stopped]
     if stopped:
-        which = ", ".join(stopped)
-        print(f"stopped: arm {which} was asked to; the same command goes on from there", file=sys.stderr)
+        which = f"arm {stopped[0]} was" if len(stopped) == 1 else f"arms {', '.join(stopped)} were"
+        print(f"stopped: {which} asked to; the same command goes on from there", file=sys.stderr)
         return status.RESUMABLE
 
     from sagebwd import compare
