@@ -31,6 +31,14 @@ class Launch(NamedTuple):
     stages: int
 
 
+class HopperLaunch(NamedTuple):
+    """stages: tiles of K and V in flight. slots: of Q. registers: of a thread that computes."""
+
+    stages: int
+    slots: int
+    registers: int
+
+
 class KeyLaunch(NamedTuple):
     """A launch of the key kernel: for dK, for dV, or for both."""
 
@@ -51,6 +59,11 @@ def pairs(dp: int, block_k: int, smooth_q: bool) -> bool:
     """Whether the forward takes two key tiles a step, on every GPU alike: it decides the order of two sums. Larger
     tiles, and the mean's logits of Q-smoothing, leave too few registers."""
     return block_k * dp <= 64 * 128 and not smooth_q
+
+
+def hopper_forward() -> HopperLaunch:
+    """192 KiB of shared memory at D = 128, and all registers that two warpgroups can have beside the one that loads."""
+    return HopperLaunch(stages=4, slots=2, registers=240)
 
 
 def backward_kv(device: torch.device, dp: int, config: QuantConfig) -> tuple[KeyLaunch, ...]:
@@ -90,6 +103,12 @@ def capability(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU, each of which holds one program of a persistent kernel."""
+    return 132 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def refusal(capability: int, dim: int, config: QuantConfig) -> str | None:

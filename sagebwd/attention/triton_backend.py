@@ -5,14 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sagebwd.attention.checks import backend_for
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import backward as backward_kernels
 from sagebwd.kernels import forward as forward_kernels
+from sagebwd.kernels import hopper, tuning
+from sagebwd.kernels.hopper import forward as hopper_forward
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, Tables, tables
 from sagebwd.kernels.quantise import Quantised, quantise, transpose
 
 Saved = tuple[Tensor | None, ...]
+
+
+def refused_by_hopper(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str | None:
+    """Why a forward of queries x [B, H, M, D] takes the portable kernel; None: it takes Hopper's."""
+    if backend_for(x) == "triton-interpreter":
+        return "Triton's interpreter does not run them"
+    capability = tuning.capability(x.device)
+    return hopper.refusal(capability, x.shape[-1], config, window=window is not None, packed=packed is not None)
+
+
+def forward_kernel(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
+    """For people: which forward kernel such a call takes, and why it is not the faster one."""
+    why_not = refused_by_hopper(x, config, window=window, packed=packed)
+    return f"portable forward (not Hopper's kernels: {why_not})" if why_not else "Hopper's forward"
 
 
 def forward(
@@ -21,6 +38,7 @@ def forward(
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """As `reference.forward` (`forward_packed`): o [B, H, M, D] with q's dtype and memory order, and the tensors saved
     for backward. With `packed` B is 1."""
+    on_hopper = refused_by_hopper(q, config, window=window, packed=packed) is None
     documents, window = _tables(packed, q, k), _clipped(window, k)
     q_documents, k_documents = (None, None) if documents is None else documents
     k_mean = key_mean(k, k_documents) if config.smooth_k else None
@@ -28,10 +46,12 @@ def forward(
     k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, documents=k_documents)
     v8, _ = quantise(v, config.block_k, rows=False, columns=True, documents=k_documents)
     o = _result_like(q, packed)
-    lse2 = forward_kernels.forward(
-        q8, k8, v8, k, k_mean, o,
-        causal=causal, softmax_scale=softmax_scale, config=config, window=window, documents=q_documents,
-    )  # fmt: skip
+    options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
+    if on_hopper:
+        lse2 = hopper_forward.forward(q8, k8, v8, k, o, **options)
+    else:
+        options |= {"window": window, "documents": q_documents}
+        lse2 = forward_kernels.forward(q8, k8, v8, k, k_mean, o, **options)
     k_source, k_mean = (k, k_mean) if config.smooth_q else (None, None)
     return o, (v, o, lse2, q8.rows, q8.scale, q8.tile_mean, k8.rows, k8.scale, k_source, k_mean)
 

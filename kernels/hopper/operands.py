@@ -1,0 +1,71 @@
+"""Softmax's scores as the left operand of the next product, in registers, and other pieces written in PTX."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def exp2(x):
+    """One instruction: results below 2^-126 become 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def bytes_of_127(p):
+    """round(127 p) to nearest even, for p in [0, 1]: four neighbours become the four bytes of one register. 127 p + 1.5
+    2^23 has the integer in its lowest byte."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 a, b, c, d;
+        .reg .b32 x, y;
+        fma.rn.f32 a, $1, 0f42FE0000, 0f4B400000;
+        fma.rn.f32 b, $2, 0f42FE0000, 0f4B400000;
+        fma.rn.f32 c, $3, 0f42FE0000, 0f4B400000;
+        fma.rn.f32 d, $4, 0f42FE0000, 0f4B400000;
+        prmt.b32 x, a, b, 0x0040;
+        prmt.b32 y, c, d, 0x0040;
+        prmt.b32 $0, x, y, 0x5410;
+        }""",
+        "=r,f,f,f,f",
+        [p],
+        dtype=gl.int8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def left_operand(p, acc: gl.constexpr, K: gl.constexpr):
+    """round(127 p), p [64, K] as a product left it, as the left operand of a product accumulated in layout `acc`.
+
+    No data moves: a thread's columns take the places that its bytes have in the operand, so that column n = 8b + 2t + e
+    of each 16 stands at 4t + 2b + e. The right operand has its rows in that order (`common.fragment_order`).
+    """
+    p = gl.reshape(p, [64, K // 16, 2, 4, 2])
+    p = gl.reshape(gl.permute(p, [0, 1, 3, 2, 4]), [64, K])
+    return bytes_of_127(gl.convert_layout(p, gl.DotOperandLayout(0, acc, 4), assert_trivial=True))
+
+
+@gluon.constexpr_function
+def _rescale_text(count):
+    x, y = 2 * count, 2 * count + 2  # the factors of a thread's two rows, among `count` that are alike
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${y if i // 2 % 2 else x};" for i in range(count))
+    return (
+        "{ .reg .pred p, q; "
+        f"setp.neu.f32 p, ${x}, 0f3F800000; setp.neu.f32 q, ${y}, 0f3F800000; or.pred p, p, q; "
+        f"vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescale_operands(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def rescale(x, factor, acc: gl.constexpr, D: gl.constexpr):
+    """x [64, D] in layout `acc` by factor [64]: skipped where all rows of a warp have 1, as nearly always."""
+    factor = gl.expand_dims(factor, 1) + gl.zeros([64, D], gl.float32, acc)
+    return gl.inline_asm_elementwise(
+        _rescale_text(D // 2), _rescale_operands(D // 2), [x, factor], dtype=gl.float32, is_pure=True, pack=D // 2
+    )
