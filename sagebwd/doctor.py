@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from sagebwd import machine
-from sagebwd.attention import sage_attention
+from sagebwd.attention import QuantConfig, sage_attention
 from sagebwd.attention.checks import backend_for
 from sagebwd.errors import UserError
 from sagebwd.terminal import GRACE_SECONDS
@@ -26,13 +26,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIMS = (32, 64, 72, 80, 96, 112, 128, 192, 256)
 MASKS = {"full": (False, None), "causal": (True, None), "window": (True, 128)}  # causal, window
 PACKAGES = (*machine.PACKAGES, "sentencepiece", "tensorboard", "flash-attn-4")
-WHY = {"triton": "the fastest there is", "triton-interpreter": "TRITON_INTERPRET=1 asks for the kernels, interpreted"}
+INTERPRETED = "TRITON_INTERPRET=1 asks for the kernels, interpreted"
 SELF_TEST_SECONDS = 300  # it takes some ten; a machine that compiles for minutes has another trouble
 
 
 class Answer(NamedTuple):
     backend: str  # empty: refused
-    reason: str  # why it is refused, or why it is not a faster one
+    reason: str  # why it is refused, or why it is not a faster one; on a GPU, which kernels
 
 
 def run() -> int:
@@ -111,7 +111,11 @@ def answer(device: torch.device, dtype: torch.dtype, dim: int, mask: str) -> Ans
         return Answer("", str(error))
     finally:
         log.setLevel(level)
-    return Answer(backend, WHY.get(backend) or f"not the kernels: {_why_no_gpu()}")
+    if backend == "triton":
+        from sagebwd.attention import triton_backend  # brings Triton along
+
+        return Answer(backend, triton_backend.forward_kernel(x, QuantConfig(), window=window, packed=None))
+    return Answer(backend, INTERPRETED if backend == "triton-interpreter" else f"not the kernels: {_why_no_gpu()}")
 
 
 def _dims_and_masks(by_dim: dict[int, list[str]]) -> str:

@@ -95,7 +95,7 @@ def _run_forward(
     elif packed is not None:
         check_document_lengths("cu_seqlens_q", packed.cu_seqlens_q, q.shape[-2], packed.max_seqlen_q)
         check_document_lengths("cu_seqlens_k", packed.cu_seqlens_k, k.shape[-2], packed.max_seqlen_k)
-    _announce(q, settings, backend, config)
+    _announce(q, settings, backend, config, window, packed)
     if q.numel() == 0 or k.numel() == 0:
         o, *kept = _allocate(q, k, backend, config, packed)
         return o.zero_(), *kept
@@ -161,12 +161,17 @@ def _as_given(x: Tensor) -> AbstractContextManager:
 _announced: set[tuple] = set()
 
 
-def _announce(x: Tensor, settings: str, backend: str, config: QuantConfig) -> None:
-    """Once for each kind of call: which backend runs."""
-    kind = (settings, x.device.type, x.dtype, x.shape[-1])
+def _announce(
+    x: Tensor, settings: str, backend: str, config: QuantConfig, window: int | None, packed: Packed | None
+) -> None:
+    """Once for each kind of call: which backend runs, and on a GPU with which kernels."""
+    kind = (x.device.type, x.dtype, x.shape[-1], settings, window is None, packed is None)
     if kind not in _announced:
         _announced.add(kind)
-        log.info("SageBwd runs on %s: %s backend, %s, head dim %d (%s)", kind[1], backend, *kind[2:], config.summary())
+        which = f"{backend} backend"
+        if backend == "triton":
+            which += f", {_module(backend).forward_kernel(x, config, window=window, packed=packed)}"
+        log.info("SageBwd runs on %s: %s, %s, head dim %d (%s)", kind[0], which, *kind[1:3], config.summary())
 
 
 # What tracing sees: shapes, memory order and dtypes, from shapes alone.
