@@ -32,6 +32,7 @@ class Compiled(NamedTuple):
     spilled: int  # bytes a thread, in local memory
     shared: int  # bytes a block
     tensor: int  # columns of tensor memory, on the GPUs that have it
+    added_waits: int  # waits for asynchronous products that ptxas added, where it lets none overlap anything
     asm: dict[str, object]
 
 
@@ -68,10 +69,10 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
             seen.add(id(kernel))
             keep.append(kernel)
             meta = kernel.metadata
-            registers, spilled = _resources(kernel.asm["cubin"])
+            registers, spilled, added_waits = _resources(kernel.asm["cubin"], kernel.asm["ptx"])
             constants = {n: v for n, v in kwargs.items() if n.isupper()}
             launch = (meta.num_warps, meta.num_stages)
-            needs = (registers, spilled, meta.shared, getattr(meta, "tmem_size", None) or 0)
+            needs = (registers, spilled, meta.shared, getattr(meta, "tmem_size", None) or 0, added_waits)
             compiled.append(Compiled(meta.name, constants, *launch, *needs, kernel.asm))
         return kernel
 
@@ -89,12 +90,18 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
         driver._active = before
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def _resources(cubin: bytes, ptx: str) -> tuple[int, int, int]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        text = subprocess.run([str(tool), "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
+        text = _cuobjdump("-res-usage", file)
+        code = _cuobjdump("-sass", file) if "wgmma" in ptx else ""
     registers = int(re.search(r"REG:(\d+)", text).group(1))
     # STACK counts what the kernel keeps in local memory: with no arrays of its own, that is spilled registers.
-    return registers, int(re.search(r"STACK:(\d+)", text).group(1))
+    spilled = int(re.search(r"STACK:(\d+)", text).group(1))
+    return registers, spilled, code.count("WARPGROUP.DEPBAR") - ptx.count("wgmma.wait_group")
+
+
+def _cuobjdump(option: str, file: Path) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([str(tool), option, str(file)], capture_output=True, text=True, check=True).stdout
