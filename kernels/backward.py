@@ -8,6 +8,8 @@ dS in the query kernel. A scale a row then needs no reduction across warps, and 
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,8 @@ from sagebwd.kernels.common import SLOT, document, fragment_order, key_range, qu
 from sagebwd.kernels.forward import mean_logits
 from sagebwd.kernels.packing import Tables
 from sagebwd.kernels.quantise import Quantised
+
+log = logging.getLogger("sagebwd")
 
 
 @triton.jit
@@ -357,6 +361,11 @@ def backward(
     multiple = torch.empty_like(statistics[..., 0]) if config.project else None  # lambda of dK
     if config.delta == "matched":
         query_kernel("delta")
+    if _hopper(do, v, config, window, documents):
+        from sagebwd.kernels.hopper import backward as hopper
+
+        hopper.backward(q, k, do_quantised, statistics, do, v, dq, dk, dv, causal=causal, softmax_scale=softmax_scale)
+        return
     if config.project:  # dK's left operands share scales down a whole block of queries
         query_kernel("leak", rows=config.block_q)
     for key, for_dk, for_dv in tuning.backward_kv(do.device, dp, config):
@@ -369,3 +378,22 @@ def backward(
             num_warps=key.warps, num_stages=key.stages,
         )  # fmt: skip
     query_kernel()
+
+
+def _hopper(do: Tensor, v: Tensor, config: QuantConfig, window: int | None, documents: Tables | None) -> bool:
+    """Whether the kernels for Hopper GPUs take this call; why not is logged once on such a GPU."""
+    capability = tuning.capability(do.device)
+    if capability != 90 or not isinstance(_backward_q, triton.runtime.JITFunction):  # the interpreter knows no Gluon
+        return False
+    from sagebwd.kernels.hopper.backward import backward_refusal  # Gluon: nobody else needs it
+
+    why = backward_refusal(
+        capability, do.shape[-1], config, window=window is not None, packed=documents is not None, tensors=(do, v)
+    )
+    if why and why not in _said:
+        _said.add(why)
+        log.info("SageBwd's backward runs on the portable kernels, not on those for Hopper: %s", why)
+    return why is None
+
+
+_said: set[str] = set()

@@ -10,7 +10,8 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     import triton  # noqa: F401
 
-    import sagebwd.attention.triton_backend  # noqa: F401
+    import sagebwd.attention.triton_backend
+    import sagebwd.kernels.hopper.backward  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]  # CPU tensors go to the reference again, unless a test asks otherwise
 

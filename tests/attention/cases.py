@@ -9,6 +9,7 @@ import torch
 
 from sagebwd.attention import QuantConfig, reference, triton_backend
 from sagebwd.kernels import hopper
+from sagebwd.kernels.hopper import backward as hopper_backward
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, tables
 from sagebwd.kernels.quantise import quantise
@@ -45,11 +46,12 @@ def interpreter(device: str):
 @contextmanager
 def portable():
     """The portable kernels on every GPU: they agree bitwise among themselves alone."""
-    refusal, hopper.refusal = hopper.refusal, lambda *_, **__: "a test asks for the portable ones"
+    forward, hopper.refusal = hopper.refusal, lambda *_, **__: "a test asks for the portable ones"
+    backward, hopper_backward.backward_refusal = hopper_backward.backward_refusal, hopper.refusal
     try:
         yield
     finally:
-        hopper.refusal = refusal
+        hopper.refusal, hopper_backward.backward_refusal = forward, backward
 
 
 def kernels(*args, device: str, **kwargs):

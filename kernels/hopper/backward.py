@@ -1,0 +1,128 @@
+"""The backward on Hopper GPUs: dK and dV with a key tile a program, dQ with a query tile a program. No atomics.
+
+What is taken here is the common case; `backward_refusal` says what is left to the portable kernels, and why.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sagebwd.attention.config import QuantConfig
+from sagebwd.kernels import tuning
+from sagebwd.kernels.hopper.backward_kv import hopper_backward_kv
+from sagebwd.kernels.hopper.backward_q import hopper_backward_q
+from sagebwd.kernels.quantise import Quantised
+
+BLOCK = 64  # rows of a warpgroup, tokens of a stage, and the one quantisation block that the kernels know
+DIMS = (64, 128)
+_GLUON = {torch.int8: gl.int8, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+class Launch(NamedTuple):
+    groups: int  # warpgroups of 64 rows
+    stages: int  # tiles of 64 tokens in shared memory
+    registers: int  # a thread of these warpgroups
+
+
+# H200, ms at N = 8192, 16,384 tokens, all keys: D = 64: dK and dV 4.91, dQ 2.92 (two groups: 3.28). D = 128: dK 2.58,
+# dV 1.67, dQ 2.36; both sums of dK and dV at once spill (4.41), and so do three groups of dK (4.49) and of dQ (3.30).
+KEY_LAUNCHES = {
+    64: ((Launch(2, 6, 240), True, True),),  # launch, for dK, for dV
+    128: ((Launch(2, 4, 240), True, False), (Launch(3, 4, 160), False, True)),
+}
+QUERY_LAUNCHES = {64: Launch(3, 6, 160), 128: Launch(2, 4, 240)}
+
+
+def backward_refusal(
+    capability: int, dim: int, config: QuantConfig, *, window: bool, packed: bool, tensors: tuple[Tensor, ...] = ()
+) -> str | None:
+    """Why the portable kernels serve such a backward instead of these; None: these do.
+
+    capability: 10 x major + minor. tensors: dO and V as they come, [batch, heads, tokens, dim] of any strides; without
+    them the answer is for ones that TMA can read.
+    """
+    if capability != 90:
+        return f"they are for compute capability 9.0, and this is {capability / 10:.1f}"
+    if dim not in DIMS:
+        return f"they know head dims {' and '.join(map(str, DIMS))}, not {dim}"
+    if packed or window:
+        return "they know no packed documents" if packed else "they know no window"
+    for name, known in (("block_q", BLOCK), ("block_k", BLOCK), ("granularity", "row"), ("smooth_q", False)):
+        if getattr(config, name) != known:
+            return f"they know {name}={known!r}, not {getattr(config, name)!r}"
+    if config.project:
+        return "they know no projection"
+    for name, x in zip(("dO", "V"), tensors, strict=False):
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s == 0 or s * x.element_size() % 16 for s in _strides(x)[:-1]):
+            return f"TMA reads rows that begin at multiples of 16 bytes, and {name} has strides {x.stride()}"
+    return None
+
+
+def backward(
+    q: Quantised, k: Quantised, do_quantised: Quantised, statistics: Tensor, do: Tensor, v: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, *, causal: bool, softmax_scale: float,
+) -> None:  # fmt: skip
+    """Writes dq [B, H, M, D], dk and dv [B, K, N, D] (any strides) of a call that `backward_refusal` lets pass.
+
+    q and k hold rows and columns, do_quantised holds columns. statistics [B H, M', 2] fp32 of rows: lse2 and delta.
+    """
+    b, h, m, dim = do.shape
+    kv_heads, n = v.shape[1:3]
+    m_pad, n_pad = q.rows.shape[1], k.rows.shape[1]
+    lse2, delta = (x.contiguous() for x in statistics.unbind(-1))
+    numbers = (h, h // kv_heads, m, n, m_pad, n_pad, softmax_scale, softmax_scale * tuning.LOG2E)
+    flags = {"CAUSAL": causal, "D": dim, "num_warps": 4}
+    q_rows, k_rows = _rows(q.rows), _rows(k.rows)
+    q_columns, k_columns, do_columns = (_columns(x.columns) for x in (q, k, do_quantised))
+    do_given, v_given, lse2_vector, delta_vector = _given(do), _given(v), _vector(lse2), _vector(delta)
+    for launch, for_dk, for_dv in KEY_LAUNCHES[dim]:
+        key_tiles = triton.cdiv(n, launch.groups * BLOCK)
+        hopper_backward_kv[(b * kv_heads * key_tiles,)](
+            k_rows, v_given, q_rows, q_columns, do_given, do_columns, lse2_vector, delta_vector,
+            q.scale, do_quantised.scale, k.scale, dk, dv, *dk.stride(), *dv.stride(), *numbers, key_tiles,
+            DK=for_dk, DV=for_dv, **_pinned(launch), **flags,
+        )  # fmt: skip
+    launch = QUERY_LAUNCHES[dim]
+    row_tiles = triton.cdiv(m, launch.groups * BLOCK)
+    hopper_backward_q[(b * h * row_tiles,)](
+        q_rows, do_given, k_rows, k_columns, v_given, q.scale, k.scale, lse2, delta, dq, *dq.stride(),
+        *numbers, row_tiles, **_pinned(launch), **flags,
+    )  # fmt: skip
+
+
+def _pinned(launch: Launch) -> dict[str, int]:
+    return {"GROUPS": launch.groups, "STAGES": launch.stages, "REGISTERS": launch.registers}
+
+
+def _rows(x: Tensor) -> TensorDescriptor:
+    return _descriptor(x.flatten(0, 1), [BLOCK, x.shape[-1]])
+
+
+def _columns(x: Tensor) -> TensorDescriptor:
+    return _descriptor(x.flatten(0, 1), [x.shape[1], BLOCK])
+
+
+def _given(x: Tensor) -> TensorDescriptor:
+    return _descriptor(x, [1, 1, BLOCK, x.shape[-1]])
+
+
+def _vector(x: Tensor) -> TensorDescriptor:
+    return TensorDescriptor(x.flatten(), [x.numel()], [1], [BLOCK], gl.NVMMASharedLayout(0, 32, rank=1))
+
+
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[x.dtype])
+    return TensorDescriptor(x, list(x.shape), _strides(x), block, layout)
+
+
+def _strides(x: Tensor) -> list[int]:
+    """x's strides; where a dimension has one element its stride does not matter, and is made one that TMA takes."""
+    return [s if size > 1 else x.shape[-1] for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)] + [
+        x.stride(-1)
+    ]
