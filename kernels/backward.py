@@ -385,11 +385,13 @@ def _hopper(do: Tensor, v: Tensor, config: QuantConfig, window: int | None, docu
     capability = tuning.capability(do.device)
     if capability != 90 or not isinstance(_backward_q, triton.runtime.JITFunction):  # the interpreter knows no Gluon
         return False
+    from sagebwd.kernels.hopper import not_asked_for
     from sagebwd.kernels.hopper.backward import backward_refusal  # Gluon: nobody else needs it
 
     why = backward_refusal(
         capability, do.shape[-1], config, window=window is not None, packed=documents is not None, tensors=(do, v)
     )
+    why = why or not_asked_for()
     if why and why not in _said:
         _said.add(why)
         log.info("SageBwd's backward runs on the portable kernels, not on those for Hopper: %s", why)

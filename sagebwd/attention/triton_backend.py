@@ -23,7 +23,8 @@ def refused_by_hopper(x: Tensor, config: QuantConfig, *, window: int | None, pac
     if backend_for(x) == "triton-interpreter":
         return "Triton's interpreter does not run them"
     capability = tuning.capability(x.device)
-    return hopper.refusal(capability, x.shape[-1], config, window=window is not None, packed=packed is not None)
+    refusal = hopper.refusal(capability, x.shape[-1], config, window=window is not None, packed=packed is not None)
+    return refusal or hopper.not_asked_for()
 
 
 def forward_kernel(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
