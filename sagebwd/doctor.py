@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -152,7 +153,7 @@ def _training() -> Iterator[str]:
     from sagebwd.training.recipe import Data
 
     try:
-        yield f"corpus sotu: there, SHA-256 {content_digest(Data())[:12]} as it should be"
+        yield f"corpus sotu: there, SHA-256 {content_digest(Data(), Path())[:12]} as it should be"
     except UserError as error:
         yield f"corpus sotu: {error}"
 
