@@ -58,7 +58,7 @@ def hit(root: Path, kills: int, seed: int, only: str = "") -> Iterator[Tally]:
     if found := tally("SIGTERM at a random moment"):
         yield faults.preempted(arena, found, 2 * few, faults.signal.SIGTERM, generator)
     if found := tally("SIGUSR1 in a validation"):
-        yield faults.preempted_in_validation(arena, found, few)
+        yield faults.preempted_in_validation(arena, found, min(few, 8))
     if found := tally("SIGTERM to one rank of two"):
         yield faults.one_rank_preempted(arena, found, few, generator)
     if found := tally("SIGKILL of one rank of two"):
