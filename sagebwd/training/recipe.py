@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sagebwd.attention import QuantConfig
 
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=10**15)]  # beyond any run, within 64 bits
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 NAME = r"^[a-z0-9][a-z0-9._-]*$"  # of a recipe and of an arm: both are folder names
 
 
@@ -97,7 +98,7 @@ class Data(Section):
         description="no token attends to another document of its sample, and positions restart at each document",
     )
     validation_fraction: float = Field(0.05, gt=0, lt=1, description="share of the documents held out, by document")
-    split_seed: int = Field(0, ge=0, description="shuffles the documents before the split: one split for every `seed`")
+    split_seed: Seed = Field(0, description="shuffles the documents before the split: one split for every `seed`")
 
 
 class Train(Section):
@@ -176,7 +177,7 @@ class Recipe(Section):
 
     name: str = Field(pattern=NAME)
     description: str = ""
-    seed: int = Field(1234, ge=0, description="initial weights, order of documents and samples")
+    seed: Seed = Field(1234, description="initial weights, order of documents and samples")
     model: Model = Model()
     attention: Attention = Attention()
     data: Data = Data()

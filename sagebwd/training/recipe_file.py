@@ -95,6 +95,14 @@ def load_experiment(path: Path | str, overrides: list[str] | tuple[str, ...] = (
     return Experiment(name, path, MappingProxyType(arms), MappingProxyType(variants), grid.margin)
 
 
+def merged(path: Path) -> str:
+    """The recipe file at `path` as one file of the same meaning, without `extends`. Raises UserError as above."""
+    source = _read(path, ())
+    keys = {key: value for key, (value, _) in source.keys.items()}
+    arms = {arm: {key: value for key, (value, _) in said.items()} for arm, said in source.arms.items()}
+    return yaml_text.dump(keys | {"arms": arms})
+
+
 def resolved(recipe: Recipe) -> dict[str, Any]:
     """The recipe as plain data in the schema's order; `attention.quant` only where the arm's attention reads it."""
     tree = recipe.model_dump(mode="json")
@@ -128,18 +136,18 @@ def _read(path: Path, below: tuple[Path, ...]) -> _Source:
     source = _Source()
     if base is not None:
         if not isinstance(base, str):
-            raise UserError(f"{path}: extends is {base!r}: it must be the path of one file, relative to this one")
+            raise UserError(f"{path}: extends is {_shown(base)}: it must be the path of one file, relative to this one")
         source = _read(path.parent / base, (*below, path.resolve()))
         source.keys = {key: said for key, said in source.keys.items() if key not in ("name", "description")}
     source.keys |= {key: (value, str(path)) for key, value in _flatten(tree, str(path))}
     if not isinstance(arms, dict):
-        raise UserError(f"{path}: arms is {arms!r}: it must be a mapping of an arm's name to its keys")
+        raise UserError(f"{path}: arms is {_shown(arms)}: it must be a mapping of an arm's name to its keys")
     for arm, delta in arms.items():
         where = f"arm {arm} of {path}"
         if not re.fullmatch(NAME, arm) or arm == "report":
-            raise UserError(f"{path}: {arm!r} cannot name an arm: use a-z, 0-9, '.', '_', '-', and not 'report'")
+            raise UserError(f"{path}: {_shown(arm)} cannot name an arm: use a-z, 0-9, '.', '_', '-', and not 'report'")
         if delta is not None and not isinstance(delta, dict):
-            raise UserError(f"{where} is {delta!r}: it must be a mapping of dotted keys to values, {{}} for none")
+            raise UserError(f"{where} is {_shown(delta)}: it must be a mapping of dotted keys to values, {{}} for none")
         said = {key: (value, where) for key, value in _flatten(delta or {}, where)}
         source.arms[arm] = source.arms.get(arm, {}) | said
     return source
@@ -168,11 +176,11 @@ def _overrides(overrides: list[str] | tuple[str, ...]) -> dict[str, tuple[Any, s
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise UserError(f"the override {text!r} must be key=value, such as model.layers=8")
+            raise UserError(f"the override {_shown(text)} must be key=value, such as model.layers=8")
         try:
             tree = {key: yaml_text.parse(value)}
         except UserError as error:
-            raise UserError(f"the override {text!r}: {error}") from None
+            raise UserError(f"the override {_shown(text)}: {error}") from None
         said |= {key: (value, "the command line") for key, value in _flatten(tree, "the command line")}
     return said
 
@@ -221,8 +229,8 @@ def _refuse_different_samples(path: Path, arms: dict[str, Recipe]) -> None:
         for key, (left, right) in differences(arms[first], arms[other]).items():
             if any(key == shared or key.startswith(f"{shared}.") for shared in SHARED):
                 raise UserError(
-                    f"{path}: the arms {first} and {other} differ in {key} ({left!r} and {right!r}), so they could not "
-                    "be compared on the same samples: set it for all arms, or sweep it"
+                    f"{path}: the arms {first} and {other} differ in {key} ({_shown(left)} and {_shown(right)}), so "
+                    "they could not be compared on the same samples: set it for all arms, or sweep it"
                 )
 
 
@@ -264,12 +272,12 @@ def _flatten(tree: dict[str, Any], where: str, prefix: str = "") -> list[tuple[s
         if key in SECTIONS:
             if value is not None and not isinstance(value, dict):
                 held = ", ".join(SECTIONS[key].model_fields)
-                raise UserError(f"{key} in {where} is {value!r}, but it is a section with the keys {held}")
+                raise UserError(f"{key} in {where} is {_shown(value)}, but it is a section with the keys {held}")
             pairs = _flatten(value or {}, where, key)
         elif key in KEYS:
             pairs = [(key, value)]
         else:
-            raise UserError(f"unknown key {key!r} in {where}: {_nearest(key)}")
+            raise UserError(f"unknown key {_shown(key)} in {where}: {_nearest(key)}")
         for leaf, said in pairs:
             if leaf in found:
                 raise UserError(f"{leaf} stands twice in {where}: remove one")
@@ -302,6 +310,12 @@ def _nearest(key: str) -> str:
 def _suggest(name: str, known: list[str], otherwise: list[str] | None = None) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(otherwise or known)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as an error may show it: on one line of its own length, whatever a file held."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:60]}... ({len(text)} characters)"
 
 
 # Values
@@ -339,6 +353,6 @@ def _sentence(error: ValidationError, said: dict[str, tuple[Any, str]], prefix: 
         key = key.rpartition(".")[0]
     reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
     if key in said:
-        return f"{key} is {said[key][0]!r} in {said[key][1]}: {reason}"
+        return f"{key} is {_shown(said[key][0])} in {said[key][1]}: {reason}"
     sources = dict.fromkeys(where for name, (_, where) in said.items() if name.startswith(key))
     return f"{key or 'the recipe'} in {' and '.join(sources) or 'the schema'}: {reason}"

@@ -20,6 +20,20 @@ class _Loader(yaml.SafeLoader):
     yaml_constructors: dict = {}  # noqa: RUF012  (filled below; the class attribute is PyYAML's own registry)
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):  # a few lines of them could stand for more than the memory holds
+            event = self.peek_event()
+            line = event.start_mark.line + 1
+            raise UserError(f"line {line}: *{event.anchor} repeats what stands elsewhere: write it out")
+        return super().compose_node(parent, index)
+
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+        try:
+            return int(node.value)
+        except ValueError:  # Python's own limit
+            line = node.start_mark.line + 1
+            raise UserError(f"line {line}: a number of {len(node.value)} digits is too long") from None
+
     def construct_document_mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -38,7 +52,7 @@ _Loader.add_constructor("tag:yaml.org,2002:seq", lambda loader, node: loader.con
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
 _Loader.add_constructor("tag:yaml.org,2002:null", lambda loader, node: None)
 _Loader.add_constructor("tag:yaml.org,2002:bool", lambda loader, node: node.value.lower() == "true")
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole_number)
 _Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.value))
 _Loader.add_constructor(None, _Loader.construct_undefined)
 
@@ -57,11 +71,15 @@ class _Dumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
+    def ignore_aliases(self, data: Any) -> bool:
+        """What stands there twice is written twice: `parse` reads no aliases."""
+        return True
+
 
 def parse(text: str) -> Any:
     """The one YAML document in `text`, as dicts, lists, text, numbers, booleans and None.
 
-    Raises UserError: not YAML, a tag that names anything but plain data, a key twice, a key that is no text.
+    Raises UserError: not YAML, a tag that names anything but plain data, an alias, a key twice, a key that is no text.
     """
     try:
         return yaml.load(text, Loader=_Loader)

@@ -35,7 +35,7 @@ def test_values(text: str, value: object) -> None:
     [
         ("a: 1\nb: 2\na: 3", "line 3: the key 'a' stands there twice"),
         ("a: !!python/object/apply:os.system ['touch /tmp/x']", "line 1: could not determine a constructor"),
-        ("a: &x {b: *x}", "recursive"),
+        ("a: &x {b: 1}\nc: *x", "line 2: \\*x repeats what stands elsewhere"),
         ("a: [1", "line 1"),
         ("5: x", "must be text"),
         ("a: 1\n---\nb: 2", "another document"),
