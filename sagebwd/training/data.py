@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
 from sagebwd.errors import UserError
 from sagebwd.tokenizer import Prepared
+from sagebwd.training import index_files
 from sagebwd.training.budget import plan
 from sagebwd.training.recipe import Data, Recipe
 from sagebwd.whole_folder import make_whole
@@ -147,7 +147,8 @@ def _datasets(data: Data, prepared: Prepared, split: Split, seeds: list[int]) ->
     """One pass over the split for each seed. Rank 0 builds the index files, then all ranks read them."""
     context = data.context
     prefix = prepared.train_prefix if split is Split.train else prepared.validation_prefix
-    tokens = IndexedDataset(str(prefix))
+    held = prepared.train_tokens if split is Split.train else prepared.validation_tokens
+    tokens = index_files.open_tokens(prefix, held, prepared.vocab_size)
     folders = [
         prepared.folder / "indices" / f"{prefix.name}-context{context}-seed{seed}-megatron{megatron_version}"
         for seed in seeds
@@ -173,30 +174,19 @@ def _datasets(data: Data, prepared: Prepared, split: Split, seeds: list[int]) ->
             ),
         )
 
+    def build(seed: int, folder: Path) -> None:
+        dataset(seed, folder)
+        index_files.seal(folder)
+
     distributed = torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_rank() == 0:
         for seed, folder in zip(seeds, folders, strict=True):
-            make_whole(folder, lambda unfinished, seed=seed: dataset(seed, unfinished))
+            make_whole(folder, lambda unfinished, seed=seed: build(seed, unfinished))
     if distributed:
         torch.distributed.barrier()
     for folder in folders:
-        _check_index(folder)
+        index_files.check_seal(folder)
     return [dataset(seed, folder) for seed, folder in zip(seeds, folders, strict=True)]
-
-
-def _check_index(folder: Path) -> None:
-    files = list(folder.glob("*.npy"))
-    if len(files) != 3:  # documents, samples, shuffle
-        raise UserError(
-            f"{folder} is missing or incomplete on this machine: put the data on a disk that the machines of all ranks "
-            "share, or delete the folder if it is there"
-        )
-    for path in files:
-        try:
-            # Megatron reads these files with pickle allowed; a plain array, which this admits alone, uses none.
-            np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise UserError(f"{path} is damaged: delete the folder {folder}, and it is built again") from error
 
 
 def _stack(samples: Iterable[dict[str, torch.Tensor]]) -> Batch:

@@ -214,7 +214,7 @@ def test_a_damaged_index_is_named(recipe: Recipe, prepared: Prepared, tmp_path: 
         with pytest.raises(UserError, match=r"shuffle_index\.npy is damaged: delete the folder .*indices/train-"):
             train_batches(recipe, copy, dp_rank=0, dp_size=1)
     index.unlink()
-    with pytest.raises(UserError, match="is missing or incomplete on this machine"):
+    with pytest.raises(UserError, match="is damaged: delete the folder"):
         train_batches(recipe, copy, dp_rank=0, dp_size=1)
 
 
