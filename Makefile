@@ -64,7 +64,7 @@ $(VENV)/triton-%/.ready:
 	@touch $@
 
 tensorboard: $(READY) ## TensorBoard on this machine alone, over every run
-	$(PY) -m tensorboard.main --logdir $(RUNS) --host 127.0.0.1
+	$(PY) -m tensorboard.main --logdir $(RUNS) --host 127.0.0.1 $(ARGS)
 
 clean: ## remove caches; runs, data and the environment stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
