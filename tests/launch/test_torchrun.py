@@ -1,0 +1,166 @@
+"""launch/torchrun.sh on one node and on two: network namespaces of this machine, joined by two veth interfaces."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.training.runs import logged
+
+pytest_plugins = ("tests.small_corpus",)
+SCRIPT = Path(__file__).parents[2] / "launch" / "torchrun.sh"
+HEAD = "10.213.7.1"
+
+
+def torchrun(place: Path, environment: dict[str, str], *arguments: str, inside: str | None = None) -> subprocess.Popen:
+    namespace = ["ip", "netns", "exec", inside] if inside else []
+    return subprocess.Popen(
+        [*namespace, str(SCRIPT), *arguments],
+        cwd=place,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("", "give a recipe and the name of an arm"),
+        ("tiny.yaml sagebw", "tiny.yaml has no arm 'sagebw': did you mean 'sagebwd'?"),
+        ("tiny.yaml sagebwd --nproc two", "--nproc is 'two', not a number of processes"),
+        ("tiny.yaml sagebwd --nproc 3", "train.tokens_per_step"),
+        ("tiny.yaml sagebwd --nproc 1 --head here", "--node-rank and --head are for several nodes: give --nodes too"),
+        ("tiny.yaml sagebwd --nproc 1 --nodes 2 --node-rank 0", "--nodes 2 needs --head HOST"),
+        (f"tiny.yaml sagebwd --nproc 1 --nodes 2 --head {HEAD}", "--nodes 2 needs --node-rank"),
+        (f"tiny.yaml sagebwd --nproc 1 --nodes 2 --node-rank 2 --head {HEAD}", "2 nodes have the ranks 0 to 1"),
+        (f"tiny.yaml sagebwd --nproc 1 --nodes 2 --node-rank 0 --head {HEAD}:0", "the port of --head is '0'"),
+        ("tiny.yaml sagebwd --nproc 1 --nodes 2 --node-rank 1 --head no.such.host.invalid", "cannot resolve --head"),
+        ("tiny.yaml sagebwd --nproc 1 --nodes 2 --node-rank 0 --head 127.0.0.1", "which no other node can reach"),
+        (
+            f"tiny.yaml sagebwd --nproc 1 --nodes 2 --node-rank 0 --head {HEAD}",
+            "this node, of --node-rank 0, has no such",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(place: Path, environment: dict[str, str], arguments: str, complaint: str) -> None:
+    output, errors = (process := torchrun(place, environment, *arguments.split())).communicate()
+    assert (process.returncode, output) == (2, "")
+    assert re.fullmatch(r"error: [^\n]+\n", errors), errors
+    assert complaint in errors
+    assert not (place / "runs").exists()
+
+
+def test_a_rank_s_mistake_is_the_script_s(place: Path, environment: dict[str, str]) -> None:
+    """Not a stack trace of torchrun's, and not an exit code that a scheduler would take for worth another try."""
+    process = torchrun(place, environment, "tiny.yaml", "fpa", "--nproc", "2", "data.files=[nothing.jsonl]")
+    _, errors = process.communicate()
+    assert process.returncode == 2
+    assert "error: data.files: no file matches 'nothing.jsonl'" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[str, str]]:
+    """Two network namespaces that reach each other at 10.213.7.1 and 10.213.7.2, and nothing else."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and iproute2")
+    names = tuple(f"sagebwd-{os.getpid()}-{number}" for number in (0, 1))
+    made = [subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False) for name in names]
+    try:
+        for answer in made:
+            if answer.returncode:
+                pytest.skip(f"no network namespaces here: {answer.stderr.strip()}")
+        ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth1", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "address", "add", f"10.213.7.{number + 1}/24", "dev", f"veth{number}")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", f"veth{number}", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def begun(place: Path, run: str) -> bool:
+    return (place / "runs" / run / "sagebwd" / "status.json").exists()
+
+
+def trained(place: Path, run: str) -> int:
+    """The newest checkpoint's step."""
+    return max((int(path.name[5:13]) for path in place.glob(f"runs/{run}/sagebwd/checkpoints/step_*")), default=0)
+
+
+def test_two_nodes_stop_together_go_on_and_compute_what_one_does(
+    place: Path, environment: dict[str, str], nodes: tuple[str, str]
+) -> None:
+    """The signal comes to the node that is not the head: both save at the same step, and say so to their callers."""
+    run = ["tiny.yaml", "sagebwd", "train.total_tokens=51200"]  # 200 steps
+    one = torchrun(place, environment, *run, "--nproc", "2", "name=one")
+    for expected in (75, 0):
+        both = [
+            torchrun(
+                place, environment, *run, "--nproc", "1", "name=two", *where, "--node-rank", str(rank), inside=node
+            )
+            for where in [("--nodes", "2", "--head", HEAD)]
+            for rank, node in enumerate(nodes)
+        ]
+        if expected:
+            wait_for(lambda: trained(place, "two") > 20, both[1])
+            both[1].send_signal(signal.SIGUSR1)
+        for process in both:
+            output, errors = process.communicate(timeout=300)
+            assert process.returncode == expected, output + errors
+    output, errors = one.communicate(timeout=300)
+    assert one.returncode == 0, output + errors
+    theirs, ours = (logged(place / "runs" / name / "sagebwd").scalars for name in ("two", "one"))
+    for tag in ("train/loss", "train/grad_norm", "validation/loss"):
+        assert theirs[tag] == ours[tag], tag
+
+
+def test_a_signal_while_the_ranks_start_is_not_lost(place: Path, environment: dict[str, str]) -> None:
+    """It would end a Python that has not come to listen to it, or torchrun."""
+    process = torchrun(place, environment, "tiny.yaml", "sagebwd", "--nproc", "1", "train.total_tokens=51200000")
+    wait_for(lambda: "sagebwd.ranks" in workers_command(process.pid), process)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 75, output + errors
+    assert begun(place, "tiny")
+
+
+def workers_command(pid: int) -> str:
+    """The command lines of what the script has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return "".join(Path(f"/proc/{child}/cmdline").read_text() for child in children if Path(f"/proc/{child}").exists())
+
+
+def test_a_second_interrupt_stops_at_once(place: Path, environment: dict[str, str]) -> None:
+    """Also where the ranks do not listen: as here, while they start."""
+    process = torchrun(place, environment, "tiny.yaml", "sagebwd", "--nproc", "1", "train.total_tokens=51200000")
+    wait_for(lambda: "sagebwd.ranks" in workers_command(process.pid), process)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
