@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PACKAGES = ("sagebwd", "torch", "triton", "numpy", "megatron-core")
+COMMIT = "COMMIT"  # in a snapshot of the package: the commit it was taken at
 
 
 class Gpu(NamedTuple):
@@ -33,8 +34,11 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the working tree that this code lies in, "-dirty" if changed since; None outside one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    """The commit of the working tree that this code lies in or was taken from, "-dirty" if changed since; or None."""
+    here = Path(__file__).parent
+    if (here / COMMIT).is_file():
+        return (here / COMMIT).read_text(encoding="utf-8").strip() or None
+    command = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     return _answer(command)
 
 
