@@ -86,11 +86,15 @@ def experiment(folder: Path) -> dict[str, Any]:
     """What the recipe command recorded: command, recipe, arms. {} for runs that were started one by one."""
     path = folder / run_folder.EXPERIMENT
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): remove it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}): remove it") from None
+    arms = found.get("arms", []) if isinstance(found, dict) else None
+    if not isinstance(arms, list):
+        raise UserError(f"{path} is not what `sagebwd recipe` records: remove it")
+    return found
 
 
 def read_events(folder: Path) -> dict[str, Series]:
