@@ -14,7 +14,7 @@ ifeq ($(origin PY),file)
   READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup test lint survive compare bench doctor compile-check sanitize tensorboard clean
+.PHONY: help setup test fuzz lint survive compare bench doctor compile-check sanitize tensorboard clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -32,6 +32,9 @@ recipe-%: recipes/%.yaml $(READY) ## prepare the data, train every arm of the re
 
 test: $(READY) ## the whole test suite (GPU tests are skipped, with a reason, where there is no GPU)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+fuzz: $(READY) ## malformed recipes, corpora, data and runs, by the ten thousand
+	FUZZ=20 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal tests/fuzz $(ARGS)
 
 lint: $(READY) ## ruff: lint and format
 	$(PY) -m ruff check .
