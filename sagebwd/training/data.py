@@ -11,8 +11,9 @@ data.pack changes no sample, only the positions in it: they restart after each e
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -74,14 +75,14 @@ def train_batches(
         f"{per_epoch:,}",
     )
     seeds = [_epoch_seed(recipe.seed, epoch) for epoch in epochs]
-    datasets = dict(zip(epochs, _datasets(recipe.data, prepared, Split.train, seeds), strict=True))
+    epoch_data = _datasets(recipe.data, prepared, Split.train, seeds)
 
     def micro_batches() -> Iterator[Batch]:
         for step in range(start_step, last_step):
             for accumulated in range(schedule.accumulation):
                 begin = step * in_step + ahead + (accumulated * dp_size + dp_rank) * micro_batch
                 places = (divmod(number, per_epoch) for number in range(begin, begin + micro_batch))
-                yield _stack(datasets[epoch][index] for epoch, index in places)
+                yield _stack(epoch_data(epoch - epochs.start)[index] for epoch, index in places)
 
     return micro_batches()
 
@@ -110,7 +111,7 @@ def validation_batches(recipe: Recipe, prepared: Prepared, *, dp_rank: int, dp_s
             f"{recipe.evaluation.tokens}: {f'lower it to {fit}, or ' if fit else ''}raise data.validation_fraction "
             f"above {recipe.data.validation_fraction}"
         )
-    (dataset,) = _datasets(recipe.data, prepared, Split.valid, [_epoch_seed(recipe.data.split_seed, 0)])
+    dataset = _datasets(recipe.data, prepared, Split.valid, [_epoch_seed(recipe.data.split_seed, 0)])(0)
     mine = range(dp_rank * share, (dp_rank + 1) * share)
     return [_stack(dataset[index] for index in mine[at : at + micro_batch]) for at in range(0, share, micro_batch)]
 
@@ -143,8 +144,8 @@ def _epoch_seed(seed: int, epoch: int) -> int:
     return int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
 
 
-def _datasets(data: Data, prepared: Prepared, split: Split, seeds: list[int]) -> list[GPTDataset]:
-    """One pass over the split for each seed. Rank 0 builds the index files, then all ranks read them."""
+def _datasets(data: Data, prepared: Prepared, split: Split, seeds: list[int]) -> Callable[[int], GPTDataset]:
+    """The passes over the split, one a seed, by number. Rank 0 builds the index files, then all ranks read them."""
     context = data.context
     prefix = prepared.train_prefix if split is Split.train else prepared.validation_prefix
     held = prepared.train_tokens if split is Split.train else prepared.validation_tokens
@@ -186,7 +187,12 @@ def _datasets(data: Data, prepared: Prepared, split: Split, seeds: list[int]) ->
         torch.distributed.barrier()
     for folder in folders:
         index_files.check_seal(folder)
-    return [dataset(seed, folder) for seed, folder in zip(seeds, folders, strict=True)]
+
+    @lru_cache(maxsize=2)  # the pass at hand and the next: each holds files open, and there may be thousands
+    def opened(number: int) -> GPTDataset:
+        return dataset(seeds[number], folders[number])
+
+    return opened
 
 
 def _stack(samples: Iterable[dict[str, torch.Tensor]]) -> Batch:

@@ -218,6 +218,16 @@ def test_a_damaged_index_is_named(recipe: Recipe, prepared: Prepared, tmp_path: 
         train_batches(recipe, copy, dp_rank=0, dp_size=1)
 
 
+def test_many_epochs_hold_few_files_open(recipe: Recipe, prepared: Prepared) -> None:
+    steps = 50 * (prepared.train_tokens // recipe.train.tokens_per_step)
+    many = recipe.train.model_copy(update={"total_tokens": steps * recipe.train.tokens_per_step})
+    open_files = Path("/proc/self/fd")
+    before = len(list(open_files.iterdir()))
+    for _ in train_batches(recipe.model_copy(update={"train": many}), prepared, dp_rank=0, dp_size=1):
+        pass
+    assert len(list(open_files.iterdir())) < before + 20
+
+
 RANK = """
 import json, sys
 from pathlib import Path
