@@ -103,10 +103,10 @@ def _listed(experiment: Experiment) -> str:
 
 
 def train_command(experiment: Experiment, arm: str, settings: Settings) -> list[str]:
-    """The command line of one arm's training: plain Python for one rank, torchrun's module for more."""
+    """The command line of one arm's training: plain Python for one rank, torchrun for more."""
     python = [sys.executable]
     if settings.nproc > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.nproc}"]
+        python += ["-m", "sagebwd.ranks", "--standalone", f"--nproc-per-node={settings.nproc}"]
     places = ["--runs", str(settings.runs), "--data", str(settings.data)]
     return [*python, "-m", "sagebwd.cli", "train", str(experiment.path), "--arm", arm, *places, *settings.overrides]
 
