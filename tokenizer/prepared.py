@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from sagebwd.errors import UserError
 from sagebwd.tokenizer import vocabulary
@@ -97,7 +97,9 @@ def load_prepared(folder: Path) -> Prepared:
         if made_with != FORMAT:
             raise UserError(f"{path} is of format {made_with}, this program's is {FORMAT}: {again}")
         prepared = TypeAdapter(Prepared).validate_python({**manifest["prepared"], "folder": folder})
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValidationError) as error:
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {again}") from error
     for name in FILES:
         if not (folder / name).is_file():

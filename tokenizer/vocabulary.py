@@ -73,7 +73,7 @@ def load(model: Path) -> sentencepiece.SentencePieceProcessor:
     """The tokenizer in a model file. Raises UserError if the file is not one."""
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"{model} is not a readable SentencePiece model: delete {model.parent} and prepare the data again"
         ) from error

@@ -115,7 +115,7 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
         st.builds(lambda at, size: content[:at] + content[at + size :], places, st.integers(1, 64)),
         st.builds(lambda at: content[at:] + content[:at], places),
         st.binary(max_size=64),
-        st.just(PICKLE),
+        st.sampled_from([PICKLE, b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5_000]),
     ]
     return st.one_of(ways).filter(lambda changed: changed != content)
 

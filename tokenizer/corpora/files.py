@@ -136,9 +136,10 @@ def _jsonl(path: Path, text_key: str) -> Iterator[str]:
         if line.isspace():
             continue
         place = f"{path}, line {number}"
+        decoded = _decode(line, place)
         try:
-            record = json.loads(_decode(line, place))
-        except (json.JSONDecodeError, RecursionError) as error:
+            record = json.loads(decoded)
+        except (ValueError, RecursionError) as error:  # Python reads no number of more than 4,300 digits
             raise UserError(f"{place}: not JSON ({error}): each line must be one JSON object") from error
         if not isinstance(record, dict) or text_key not in record:
             has = f"keys {', '.join(map(repr, record))}" if isinstance(record, dict) else f"a {type(record).__name__}"
