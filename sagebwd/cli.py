@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from sagebwd.errors import RunError, UserError
+from sagebwd.errors import RunError, UserError, one_line
 from sagebwd.training import budget, recipe_file, run_folder, status
 from sagebwd.training.recipe_file import Experiment
 
@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.command(arguments)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted: the same command resumes from the last checkpoint", file=sys.stderr)

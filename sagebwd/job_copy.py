@@ -13,7 +13,7 @@ from pathlib import Path
 import sagebwd.kernels
 import sagebwd.tokenizer
 from sagebwd import machine
-from sagebwd.errors import UserError
+from sagebwd.errors import UserError, one_line
 from sagebwd.training import recipe_file
 
 
@@ -35,7 +35,7 @@ def main() -> int:
     try:
         take(recipe, folder)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 
