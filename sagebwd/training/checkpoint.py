@@ -126,7 +126,7 @@ def read(folder: Path) -> Manifest:
         if theirs == FORMAT:
             run = Run(Recipe.model_validate(found["recipe"]), found["data_digest"], found["vocab_size"])
             return Manifest(folder, run, Position(**found["position"]), found["tensor"], found["files"])
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} cannot be read ({_line(error)})") from None
     if not sealed and theirs != 1:  # format 1 had no checksum
         raise Damaged(f"{MANIFEST} is not what was written: its checksum differs")

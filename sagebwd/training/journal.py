@@ -38,7 +38,7 @@ def _end(file: Any, step: int) -> int:
         try:
             if json.loads(line)["step"] > step or not line.endswith(b"\n"):
                 break
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             break
         end += len(line)
     return end

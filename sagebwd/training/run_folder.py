@@ -79,7 +79,7 @@ def meta(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): remove it and run the recipe again") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} is no JSON object: remove it and run the recipe again")

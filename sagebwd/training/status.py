@@ -111,7 +111,7 @@ def read(folder: Path) -> Status:
         raise UserError(
             f"no {STATUS} in {folder}: give the folder of an arm that has begun, such as runs/small/fpa"
         ) from None
-    except (OSError, AttributeError, TypeError, ValueError) as error:
+    except (OSError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): run the recipe again, which writes it anew") from None
     return status
 

@@ -136,3 +136,16 @@ def test_any_json(fresh, name: str, value: object) -> None:
             check_refused(answer)
         else:
             assert answer.code in (0, 1, 75), answer
+
+
+@pytest.mark.parametrize("nested", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
+@pytest.mark.parametrize("name", [run_folder.META, "status.json", "checkpoints/step_00000004/manifest.json"])
+def test_nested_beyond_python_s_depth(fresh, name: str, nested: str) -> None:
+    folder = fresh("begun" if name.startswith("checkpoints") else "whole")
+    (folder / name).write_text(nested)
+    for command in (("status", ARM), TRAIN):
+        answer = sagebwd(*command)
+        if answer.code == 2:
+            check_refused(answer)
+        else:
+            assert answer.code in (0, 1, 75), answer
