@@ -10,14 +10,14 @@ import pytest
 from sagebwd import job_copy, machine
 from sagebwd.training.recipe_file import load_experiment
 
-RECIPES = [path for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml") if path.stem != "base"]
+RECIPES = [path for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml") if not path.stem.startswith("base")]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_recipe_means_the_same(recipe: Path, tmp_path: Path) -> None:
     job_copy.take(recipe, tmp_path / "copy")
     ours, theirs = load_experiment(tmp_path / "copy" / recipe.name), load_experiment(recipe)
-    assert (ours.name, dict(ours.arms)) == (theirs.name, dict(theirs.arms))
+    assert (ours.name, dict(ours.arms), dict(ours.variants)) == (theirs.name, dict(theirs.arms), dict(theirs.variants))
 
 
 def test_all_code_is_the_copy_s_and_it_knows_its_commit(tmp_path: Path) -> None:
