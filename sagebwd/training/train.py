@@ -39,6 +39,7 @@ from sagebwd.training import (
     size,
     snapshot,
     status,
+    warmup,
     world,
 )
 from sagebwd.training.checkpoint import Manifest, Position
@@ -185,6 +186,7 @@ class _Arm:
             stack.callback(self._close)
             self._restore(manifest)
             self._begin()
+            self._compile()
             while True:
                 try:
                     return self._loop()
@@ -293,6 +295,23 @@ class _Arm:
             at = self.position
             counted = {"spikes": at.spikes, "skipped": at.skipped}
             self.report.tell(step=at.step, of=self.plan.steps, tokens=at.tokens, checkpoint=self.saved, **counted)
+
+    def _compile(self) -> None:
+        """On a GPU: compile what a step launches, before the first step, and say how long it took."""
+        if self.here.device.type != "cuda":
+            return
+        sample = {
+            name: value[:1].repeat(self.recipe.train.micro_batch, 1) for name, value in self.validation[0].items()
+        }
+
+        def loss() -> Tensor:
+            losses, mask = self._losses(self.model, sample)
+            return (losses * mask).sum()
+
+        self.watchdog.beat("the kernels' compilation")
+        seconds = warmup.compile_kernels(self.model, loss)
+        self._say(f"arm {self.arm}: kernels compiled, or found compiled, in {seconds:.0f} s")
+        self.watchdog.beat(f"step {self.position.step + 1}")
 
     def _loop(self) -> End:
         position, settings = self.position, self.recipe.checkpoint
