@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import sys
+import threading
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class Recorder(AbstractContextManager):
         self.plan, self.device, self.cost, self.tokens_ahead = plan, device, cost, tokens_ahead
         self.tokens_per_step = plan.tokens // plan.steps
         _wait_for_another_second(folder)
+        threading.excepthook = _told_elsewhere
         self.writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)
         self.journal = Journal(folder, last_step=start_step if start_step else -1)
         self.bar = tqdm(
@@ -93,6 +95,7 @@ class Recorder(AbstractContextManager):
     def close(self) -> None:
         self.bar.close()
         self.writer.close()
+        threading.excepthook = threading.__excepthook__
         self.journal.close()
 
     def say(self, text: str) -> None:
@@ -149,6 +152,14 @@ class Recorder(AbstractContextManager):
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**30
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+def _told_elsewhere(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writing thread keeps its error (a full disk) for the next point, which raises it where it is told
+    in a sentence: a stack trace of the thread would come first."""
+    if type(args.thread).__module__.startswith("tensorboard.") and isinstance(args.exc_value, OSError):
+        return
+    threading.__excepthook__(args)
 
 
 def _wait_for_another_second(folder: Path) -> None:
