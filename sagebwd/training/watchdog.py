@@ -64,10 +64,12 @@ class Watchdog(AbstractContextManager):
     def _tell(self) -> None:
         """A thread of its own: the store may be the one that hangs."""
         with contextlib.suppress(RuntimeError):  # the store's host is gone: training will notice
-            while not self.over.wait(self.every):
+            while True:  # at once: a rank that stops in its first moments is to be named too
                 said = {"beats": self.beats, "doing": self.doing, "time": time.time()}
                 said |= {"host": socket.gethostname(), "pid": os.getpid()}
                 self.store.set(f"watchdog/{self.here.rank}", json.dumps(said))
+                if self.over.wait(self.every):
+                    return
 
     def _whose_fault(self) -> str:
         """In words; "" for a single rank."""
