@@ -50,13 +50,13 @@ def at_a_random_moment(arena: Arena) -> Hit:
     """SIGKILL at a moment between the fork and three quarters of an unbroken run."""
 
     def hit(folder: Path, generator: random.Random) -> Child:
-        began = time.monotonic()
+        began, whole = time.monotonic(), last_step(folder) == 0
         (child,) = arena.start(folder)
         until = began + generator.uniform(0, 0.75 * arena.seconds)
         while time.monotonic() < until and not child.ended():
             time.sleep(0.005)
-        if child.ended():  # the machine has become faster: aim earlier
-            arena.seconds = (arena.seconds + time.monotonic() - began) / 2
+        if whole and child.ended():  # the machine has become faster
+            arena.seconds = time.monotonic() - began
         child.kill()
         return child
 
