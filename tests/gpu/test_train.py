@@ -103,15 +103,16 @@ def test_a_stopped_run_saves_and_goes_on(
 
 
 def test_out_of_memory_says_what_to_change(small_data: Data, prepared: Prepared, tmp_path: Path) -> None:
-    free, _ = torch.cuda.mem_get_info()
-    hog = torch.empty(free - 2**29, dtype=torch.uint8, device="cuda")
+    torch.cuda.set_per_process_memory_fraction(0.004)  # 560 MiB of an H200; other tests may be on it too
     large = changed(
         recipe(small_data, "fpa"), {"train": {"micro_batch": 4096, "tokens_per_step": 2**17, "total_tokens": 2**18}}
     )
-    with pytest.raises(RunError, match=r"out of GPU memory .* lower train\.micro_batch"):
-        train.run(large, "fpa", tmp_path, prepared)
+    try:
+        with pytest.raises(RunError, match=r"out of GPU memory .* lower train\.micro_batch"):
+            train.run(large, "fpa", tmp_path, prepared)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     assert status.read(tmp_path).state == "failed"
-    del hog
 
 
 def test_a_step_waits_for_the_gpu_once(small_data: Data, prepared: Prepared, tmp_path: Path) -> None:
