@@ -361,7 +361,7 @@ def backward(
     multiple = torch.empty_like(statistics[..., 0]) if config.project else None  # lambda of dK
     if config.delta == "matched":
         query_kernel("delta")
-    if _hopper(do, v, config, window, documents):
+    if _hopper(do, v, config, causal, window, documents):
         from sagebwd.kernels.hopper import backward as hopper
 
         hopper.backward(q, k, do_quantised, statistics, do, v, dq, dk, dv, causal=causal, softmax_scale=softmax_scale)
@@ -380,18 +380,20 @@ def backward(
     query_kernel()
 
 
-def _hopper(do: Tensor, v: Tensor, config: QuantConfig, window: int | None, documents: Tables | None) -> bool:
+def _hopper(
+    do: Tensor, v: Tensor, config: QuantConfig, causal: bool, window: int | None, documents: Tables | None
+) -> bool:
     """Whether the kernels for Hopper GPUs take this call; why not is logged once on such a GPU."""
     capability = tuning.capability(do.device)
     if capability != 90 or not isinstance(_backward_q, triton.runtime.JITFunction):  # the interpreter knows no Gluon
         return False
-    from sagebwd.kernels.hopper import not_asked_for
+    from sagebwd.kernels.hopper import slower
     from sagebwd.kernels.hopper.backward import backward_refusal  # Gluon: nobody else needs it
 
     why = backward_refusal(
         capability, do.shape[-1], config, window=window is not None, packed=documents is not None, tensors=(do, v)
     )
-    why = why or not_asked_for()
+    why = why or slower(tuning.HOPPER_BACKWARD, do.shape[-2], v.shape[-2], causal)
     if why and why not in _said:
         _said.add(why)
         log.info("SageBwd's backward runs on the portable kernels, not on those for Hopper: %s", why)

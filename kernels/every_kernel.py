@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from typing import NamedTuple
 
 import torch
@@ -78,7 +79,9 @@ def main() -> None:
     torch.manual_seed(0)
     part = cases()[first::step]
     for case in part:
-        run(case)
+        for hopper in ("0", "1") if torch.cuda.get_device_capability() == (9, 0) else ("0",):
+            os.environ["SAGEBWD_HOPPER"] = hopper  # the portable kernels, then those for Hopper wherever they can
+            run(case)
     print(f"{len(part)} configurations ran on {torch.cuda.get_device_name()}", flush=True)
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-os.environ["SAGEBWD_HOPPER"] = "1"  # until they have passed here, Hopper's kernels must be asked for
+os.environ["SAGEBWD_HOPPER"] = "1"  # Hopper's kernels wherever they can, also where they are the slower ones
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"

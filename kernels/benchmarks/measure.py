@@ -26,6 +26,11 @@ class Measurement(NamedTuple):
 
 
 def measure(attention: Attention, shape: Shape, flush: torch.Tensor) -> Measurement:
+    with attention.as_timed():
+        return _measure(attention, shape, flush)
+
+
+def _measure(attention: Attention, shape: Shape, flush: torch.Tensor) -> Measurement:
     q, k, v, do = shape.tensors()
 
     def forward() -> torch.Tensor:

@@ -2,30 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd.attention import sage_attention
+from sagebwd.kernels import tuning
 
-SAGE, FLASH, CUDNN, FA4 = "SageBwd", "SDPA flash", "SDPA cuDNN", "flash-attn-4"
+SAGE, PORTABLE, FLASH, CUDNN, FA4 = "SageBwd", "SageBwd portable", "SDPA flash", "SDPA cuDNN", "flash-attn-4"
+OURS = (SAGE, PORTABLE)
+HOPPER = "SAGEBWD_HOPPER"  # the environment's say in which kernels run: see sagebwd.kernels.hopper.slower
 
 
 class Attention(NamedTuple):
-    """run(q, k, v, causal) -> o, all [batch, heads, tokens, dim], K and V with fewer heads for GQA; differentiable."""
+    """run(q, k, v, causal) -> o, all [batch, heads, tokens, dim], K and V with fewer heads for GQA; differentiable.
+
+    Its backward too must be called inside `as_timed`, or `as_checked`, which choose SageBwd's kernels.
+    """
 
     name: str
     run: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-    ours: bool = False
+
+    @property
+    def ours(self) -> bool:
+        return self.name in OURS
+
+    def as_timed(self) -> contextlib.AbstractContextManager[None]:
+        """As users have it: SageBwd with the kernels that are faster at a length, or with the portable ones alone."""
+        return _hopper("0" if self.name == PORTABLE else None)
+
+    def as_checked(self) -> contextlib.AbstractContextManager[None]:
+        """Short shapes on the kernels that are timed on long ones."""
+        return _hopper("0" if self.name == PORTABLE else "1")
+
+
+@contextlib.contextmanager
+def _hopper(choice: str | None) -> Iterator[None]:
+    before = os.environ.pop(HOPPER, None)
+    try:
+        if choice is not None:
+            os.environ[HOPPER] = choice
+        yield
+    finally:
+        os.environ.pop(HOPPER, None)
+        if before is not None:
+            os.environ[HOPPER] = before
 
 
 def attentions() -> tuple[list[Attention], dict[str, str]]:
     """Those that can be imported here, ours first, and why others cannot. That one computes right, `gate` says."""
     found = [
-        Attention(SAGE, _sage, ours=True),
+        Attention(SAGE, _sage),
+        *([Attention(PORTABLE, _sage)] if tuning.capability(torch.device("cuda")) == 90 else []),
         Attention(FLASH, _sdpa(SDPBackend.FLASH_ATTENTION)),
         Attention(CUDNN, _sdpa(SDPBackend.CUDNN_ATTENTION)),
     ]

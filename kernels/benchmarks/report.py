@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sagebwd.kernels.benchmarks.gate import NAMES, Result
 from sagebwd.kernels.benchmarks.measure import Measurement
-from sagebwd.kernels.benchmarks.peers import SAGE
+from sagebwd.kernels.benchmarks.peers import OURS, PORTABLE, SAGE
 from sagebwd.kernels.benchmarks.shapes import Shape
 
 CSV, PICTURE, REPORT = "results.csv", "speedup.png", "report.md"
@@ -21,6 +21,10 @@ are medians between CUDA events with a cold L2 cache. Everything a call does is 
 transposes, launches, allocation. *Speed-up*: the peer's time over SageBwd's, so above 1 SageBwd is faster. *TFLOP/s* by
 the usual count, 4 B H N^2 D for the forward (half if causal) and 2.5 times that for the backward. *Peak*: what forward
 and backward allocate on top of q, k, v and dO. *Saved*: what is kept from forward to backward, q, k, v and o included.\
+"""
+PORTABLE_ALONE = """\
+SageBwd above takes the kernels for Hopper GPUs (kernels/hopper) where these are faster; here are the portable ones, as
+every other GPU has them, on the same tensors.\
 """
 BREAK_EVEN = "The smallest measured length from which on SageBwd is at least as fast in forward + backward:"
 
@@ -49,10 +53,11 @@ class Table:
         return kinds
 
     def peers(self) -> list[str]:
-        return [name for name in dict.fromkeys(m.attention for m in self.measurements) if name != SAGE]
+        return [name for name in dict.fromkeys(m.attention for m in self.measurements) if name not in OURS]
 
-    def speedup(self, peer: str, shape: Shape, ms: Callable[[Measurement], float]) -> float | None:
-        ours, theirs = self.get(SAGE, shape), self.get(peer, shape)
+    def speedup(self, peer: str, shape: Shape, ms: Callable[[Measurement], float], path: str = SAGE) -> float | None:
+        """path: which of SageBwd's."""
+        ours, theirs = self.get(path, shape), self.get(peer, shape)
         return ms(theirs) / ms(ours) if ours and theirs else None
 
     def break_even(self, peer: str, kind: list[Shape]) -> str:
@@ -123,6 +128,10 @@ def markdown(table: Table, gates: list[Result], facts: dict[str, str], missing: 
     lines += ["", "## Times", ""]
     for kind, shapes in table.kinds().items():
         lines += [f"### {kind}", "", *_times(table, shapes), ""]
+    if any(m.attention == PORTABLE for m in table.measurements):
+        lines += ["## The portable kernels alone", "", PORTABLE_ALONE, ""]
+        for kind, shapes in table.kinds().items():
+            lines += [f"### {kind}, portable", "", *_times(table, shapes, PORTABLE), ""]
     lines += ["## Memory", "", *_memory(table), "", "## Correctness, checked first", ""]
     lines += ["The largest Rel-L2 over the shapes checked, against FP64; for SageBwd also against its reference.", ""]
     lines += [*_gate(gates), "", "## How it was made", ""]
@@ -142,17 +151,17 @@ def headline(table: Table) -> str:
     return f"Speed in forward + backward at N = {length:,}: {', '.join(parts)}"
 
 
-def _times(table: Table, shapes: list[Shape]) -> list[str]:
+def _times(table: Table, shapes: list[Shape], path: str = SAGE) -> list[str]:
     peers = table.peers()
-    header = ["N", f"{SAGE} fwd / bwd / both, ms", "TFLOP/s"]
+    header = ["N", f"{path} fwd / bwd / both, ms", "TFLOP/s"]
     header += [column for peer in peers for column in (f"{peer}, ms", "speed-up")]
     rows = []
     for shape in shapes:
-        ours = table.get(SAGE, shape)
+        ours = table.get(path, shape)
         row = [f"{shape.length:,}", _three(ours), f"{_tflops(ours, 1 + BACKWARD, both):.0f}"]
         for peer in peers:
             row.append(_three(m) if (m := table.get(peer, shape)) else "n/a")
-            speedups = [table.speedup(peer, shape, ms) for ms in (forward, backward, both)]
+            speedups = [table.speedup(peer, shape, ms, path) for ms in (forward, backward, both)]
             row.append(" / ".join(f"{s:.2f}" for s in speedups) if all(speedups) else "n/a")
         rows.append(tuple(row))
     return _table(tuple(header), rows)

@@ -31,9 +31,15 @@ def refusal(capability: int, dim: int, config: QuantConfig, *, window: bool, pac
     return None
 
 
-def not_asked_for() -> str | None:
-    """Why the environment leaves calls to the portable kernels: until these have passed tests/gpu, they must be asked
-    for."""
-    if os.environ.get("SAGEBWD_HOPPER") == "1":
-        return None
-    return "their tests on a GPU are due, and SAGEBWD_HOPPER=1 asks for them"
+def slower(least: float, queries: int, keys: int, causal: bool) -> str | None:
+    """Why such a call is left to the portable kernels though these could take it; None: it is not.
+
+    least: the keys that a query has on average from which on these kernels are the faster ones (`tuning`). queries,
+    keys: tokens of a head. SAGEBWD_HOPPER=1 takes them for all they can do, 0 for nothing.
+    """
+    asked = os.environ.get("SAGEBWD_HOPPER")
+    if asked == "0":
+        return "SAGEBWD_HOPPER=0 asks for that"
+    if asked != "1" and (keys - queries / 2 if causal else keys) < least:
+        return f"they are slower where a query has fewer than {least:,} keys on average"
+    return None

@@ -23,14 +23,18 @@ def refused_by_hopper(x: Tensor, config: QuantConfig, *, window: int | None, pac
     if backend_for(x) == "triton-interpreter":
         return "Triton's interpreter does not run them"
     capability = tuning.capability(x.device)
-    refusal = hopper.refusal(capability, x.shape[-1], config, window=window is not None, packed=packed is not None)
-    return refusal or hopper.not_asked_for()
+    return hopper.refusal(capability, x.shape[-1], config, window=window is not None, packed=packed is not None)
 
 
 def forward_kernel(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
     """For people: which forward kernel such a call takes, and why it is not the faster one."""
+    long = 1 << 30  # tokens
     why_not = refused_by_hopper(x, config, window=window, packed=packed)
-    return f"portable forward (not Hopper's kernels: {why_not})" if why_not else "Hopper's forward"
+    why_not = why_not or hopper.slower(tuning.HOPPER_FORWARD, 0, long, False)
+    if why_not:
+        return f"portable forward (not Hopper's kernels: {why_not})"
+    short = hopper.slower(tuning.HOPPER_FORWARD, 0, 0, False)
+    return "Hopper's forward" + (f" (portable for short sequences: {short})" if short else "")
 
 
 def forward(
@@ -40,6 +44,7 @@ def forward(
     """As `reference.forward` (`forward_packed`): o [B, H, M, D] with q's dtype and memory order, and the tensors saved
     for backward. With `packed` B is 1."""
     on_hopper = refused_by_hopper(q, config, window=window, packed=packed) is None
+    on_hopper = on_hopper and hopper.slower(tuning.HOPPER_FORWARD, q.shape[-2], k.shape[-2], causal) is None
     documents, window = _tables(packed, q, k), _clipped(window, k)
     q_documents, k_documents = (None, None) if documents is None else documents
     k_mean = key_mean(k, k_documents) if config.smooth_k else None

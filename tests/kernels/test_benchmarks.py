@@ -1,6 +1,7 @@
 """The benchmark's report, on made-up times; the measurement itself needs a GPU."""
 
 import csv
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from matplotlib.image import imread
 
 from sagebwd.kernels.benchmarks import gate, plot, report
 from sagebwd.kernels.benchmarks.measure import Measurement
-from sagebwd.kernels.benchmarks.peers import CUDNN, FLASH, SAGE
+from sagebwd.kernels.benchmarks.peers import CUDNN, FLASH, HOPPER, PORTABLE, SAGE, Attention
 from sagebwd.kernels.benchmarks.shapes import TOKENS, WIDTH, Shape, shapes
 from tests.conftest import HAS_GPU
 
@@ -45,7 +46,7 @@ def test_break_even_is_the_length_from_which_on_it_is_at_least_as_fast(ours, exp
 
 def test_the_files_hold_every_shape_and_say_what_is_missing(tmp_path):
     grid = shapes(quick=False)
-    names = (SAGE, FLASH, CUDNN)
+    names = (SAGE, PORTABLE, FLASH, CUDNN)
     made_up = [measured(a, s, 1.0 + i) for s in grid for i, a in enumerate(names) if (a, s.group) != (CUDNN, 4)]
     full = report.Table(made_up)
     gates = [gate.Result(grid[0], a, dict.fromkeys(gate.NAMES, 1e-3), None, "", "") for a in names]
@@ -56,11 +57,25 @@ def test_the_files_hold_every_shape_and_say_what_is_missing(tmp_path):
     assert float(rows[0]["saved_bytes_per_token"]) == 100
     text = report.markdown(full, gates, {"GPU": "Test GPU", "commit": "abc"}, {"flash-attn-4": "not installed"})
     assert "- flash-attn-4: not installed." in text
-    assert text.count("### D=") == 8
+    assert text.count("### D=") == 2 * 8  # the portable kernels have tables of their own, and are no peer
+    assert full.peers() == [FLASH, CUDNN]
     assert "n/a" in text
     assert "| commit | abc |" in text
     plot.draw(tmp_path / "p.png", full, "title", "subtitle")
     assert imread(tmp_path / "p.png").shape[1] == 1800
+
+
+def test_each_path_is_timed_as_users_have_it_and_checked_with_the_kernels_of_long_shapes(monkeypatch):
+    monkeypatch.setenv(HOPPER, "as it was")
+    chosen = {}
+    for name in (SAGE, PORTABLE):
+        attention = Attention(name, lambda *_: torch.empty(0))
+        with attention.as_timed():
+            timed = os.environ.get(HOPPER)
+        with attention.as_checked():
+            chosen[name] = timed, os.environ.get(HOPPER)
+    assert chosen == {SAGE: (None, "1"), PORTABLE: ("0", "0")}
+    assert os.environ[HOPPER] == "as it was"
 
 
 def test_shapes_hold_the_same_work():

@@ -35,6 +35,25 @@ def test_what_is_left_to_the_portable_kernels_and_why(capability, dim, config, m
     assert reason in refusal
 
 
+@pytest.mark.parametrize(
+    ("asked", "queries", "keys", "causal", "taken"),
+    [
+        (None, 4096, 4096, True, True),
+        (None, 4096, 4095, True, False),  # 2,047 keys a query, on average
+        (None, 2048, 2048, False, True),
+        (None, 1, 2047, False, False),
+        (None, 1, 4096, True, True),
+        ("1", 1, 1, True, True),
+        ("0", 1 << 17, 1 << 17, False, False),
+    ],
+)
+def test_short_sequences_are_left_to_the_portable_kernels(monkeypatch, asked, queries, keys, causal, taken):
+    monkeypatch.delenv("SAGEBWD_HOPPER")
+    if asked:
+        monkeypatch.setenv("SAGEBWD_HOPPER", asked)
+    assert (hopper.slower(2048, queries, keys, causal) is None) == taken
+
+
 def test_the_interpreter_runs_the_portable_kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
