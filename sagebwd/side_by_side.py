@@ -73,20 +73,22 @@ def run(
 def gpu_shares(shares: int, each: int, gpus: int) -> list[dict[str, str]]:
     """Environments for `shares` jobs of `each` ranks: a part of the cores each, and GPUs of their own if there are any.
 
-    gpus: how many are visible, 0 for none. UserError: too few of them.
+    gpus: how many are visible, 0 for none. Jobs of one rank may share them, as many on each: a small model's kernels
+    are shorter than their launches, and leave a GPU idle. UserError: too few of them, or no equal share.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // (shares * each)))
     if not gpus:
         return [{"OMP_NUM_THREADS": threads} for _ in range(shares)]
-    if shares * each > gpus:
+    if shares * each > gpus and (each > 1 or shares % gpus):
+        some = f"{gpus // each or 1} or less" + (f", or to a multiple of {gpus}, which shares the GPUs" * (each == 1))
         raise UserError(
             f"--at-once {shares} arms of {each} rank(s) need {shares * each} GPUs, but {gpus} are visible: "
-            f"set --at-once to {gpus // each or 1} or less"
+            f"set --at-once to {some}"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(gpus)]
     return [
-        {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ",".join(names[at : at + each])}
+        {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ",".join(names[at % gpus : at % gpus + each])}
         for at in range(0, shares * each, each)
     ]
 

@@ -75,3 +75,10 @@ def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         gpu_shares(3, 2, 5)
     assert len(gpu_shares(3, 1, 0)) == 3
+
+
+def test_arms_of_one_rank_may_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [share["CUDA_VISIBLE_DEVICES"] for share in gpu_shares(6, 1, 2)] == ["0", "1"] * 3
+    with pytest.raises(UserError, match=r"2 or less, or to a multiple of 2, which shares the GPUs"):
+        gpu_shares(5, 1, 2)
