@@ -19,7 +19,7 @@ from sagebwd.megatron.core_attention import SageBwdCoreAttention, SDPACoreAttent
 from sagebwd.megatron.documents import packed_documents
 from sagebwd.megatron.model import build_model
 from sagebwd.tokenizer import Prepared
-from sagebwd.training import metrics, snapshot, world
+from sagebwd.training import metrics, stored, world
 from sagebwd.training.checkpoint import Manifest
 from sagebwd.training.data import validation_batches
 from sagebwd.training.train import resolve_dtype
@@ -89,7 +89,7 @@ def trained_model(manifest: Manifest, prepared: Prepared, sequences: int) -> Ite
         module = build_model(alone, prepared.vocab_size, resolve_dtype(recipe))
         if recipe.train.precision == "bf16":
             module = Float16Module(module.config, module)
-        snapshot.restore_weights(manifest, module, here)
+        stored.restore_weights(manifest, module, here)
         module.to(here.device)
         batches = validation_batches(alone, prepared, dp_rank=0, dp_size=1)
         yield TrainedModel(module, recipe.data.pack, batches, here.device, metrics.environment(here.device)["device"])

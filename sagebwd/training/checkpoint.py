@@ -1,6 +1,6 @@
 """Checkpoints on disk: written beside and renamed, sealed by checksums, read without running anything from them.
 
-    <arm>/checkpoints/step_00000100/tp_00.safetensors ...  that tensor-parallel rank's tensors (see snapshot.py)
+    <arm>/checkpoints/step_00000100/tp_00.safetensors ...  that tensor-parallel rank's tensors (see stored.py)
                                    /manifest.json          position, recipe, data, layout, sizes and SHA-256
                      /latest                               the newest one's name and its manifest's SHA-256, last
 
@@ -82,10 +82,6 @@ class Manifest:
 
 class Damaged(Exception):
     """A checkpoint that is not whole; the message says which file and how."""
-
-
-def file_name(tensor_rank: int) -> str:
-    return f"tp_{tensor_rank:02d}.safetensors"
 
 
 def name(step: int) -> str:

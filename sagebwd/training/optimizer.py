@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -10,21 +11,14 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from sagebwd.errors import UserError
 from sagebwd.training import recipe
+from sagebwd.training.budget import Plan
 
 
 def build_optimizer(
-    settings: recipe.Optimizer, model: DistributedDataParallel, dtype: torch.dtype, *, steps: int, warmup_steps: int
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW with FP32 master weights, and its schedule.
-
-    1-D parameters (the norms' gains) have no weight decay: Megatron's default. The schedule counts steps, and is
-    stepped before the optimizer: the learning rate reaches `lr` at step `warmup_steps` and `min_lr` at step `steps`,
-    and the first step's is not 0. UserError: min_lr above lr.
-    """
-    if settings.min_lr > settings.lr:
-        raise UserError(f"optimizer.min_lr {settings.min_lr} is above optimizer.lr {settings.lr}: lower it")
+    settings: recipe.Optimizer, model: DistributedDataParallel, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """AdamW with FP32 master weights. 1-D parameters (the norms' gains) have no weight decay: Megatron's default."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -39,21 +33,25 @@ def build_optimizer(
         # Its checkpoints do not load without Apex or Transformer Engine (megatron-core 0.16.1, 0.19.2)
         use_distributed_optimizer=False,
     )
-    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
-    schedule = OptimizerParamScheduler(
+    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+
+
+def build_schedule(settings: recipe.Optimizer, optimizer: Any, plan: Plan) -> OptimizerParamScheduler:
+    """Of any optimizer with param_groups. It counts steps, and is stepped before the optimizer: the learning rate
+    reaches `lr` at the last step of the warm-up and `min_lr` at the last of all, and the first step's is not 0."""
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=steps,
+        lr_warmup_steps=plan.warmup_steps,
+        lr_decay_steps=plan.steps,
         lr_decay_style="cosine",
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=steps,
+        wd_incr_steps=plan.steps,
         wd_incr_style="constant",
     )
-    return optimizer, schedule
 
 
 def update(optimizer: MegatronOptimizer, wanted: Callable[[float], bool]) -> float:

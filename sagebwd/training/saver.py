@@ -13,7 +13,8 @@ from torch import distributed
 
 from sagebwd.training import checkpoint
 from sagebwd.training.checkpoint import Position, Run
-from sagebwd.training.snapshot import Snapshot, State
+from sagebwd.training.engine import Engine
+from sagebwd.training.snapshot import Snapshot
 from sagebwd.training.world import World
 
 
@@ -39,15 +40,16 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.outcome: Outcome | None = None
 
-    def save(self, state: State, position: Position) -> None:
+    def save(self, engine: Engine, position: Position) -> None:
         """Copy what is to be saved, waiting for the save before first, and write it in the background.
 
         position: not changed by the caller while it is written. Call `poll` or `wait` before.
         """
         assert self.thread is None, "a save is not over: wait() first"
-        if self.here.data_rank == 0:
-            self.snapshot.take(state)
-        self.thread = threading.Thread(target=self._write, args=(position,), name="checkpoint", daemon=True)
+        shard = engine.shard
+        if shard is not None:
+            self.snapshot.take(engine)
+        self.thread = threading.Thread(target=self._write, args=(position, shard), name="checkpoint", daemon=True)
         self.thread.start()
 
     def poll(self) -> Outcome | None:
@@ -62,10 +64,10 @@ class Saver:
         self.thread = None
         return self.outcome
 
-    def _write(self, position: Position) -> None:
+    def _write(self, position: Position, shard: str | None) -> None:
         error = None
         try:
-            files, error = self._own_file(position)
+            files, error = self._own_file(position, shard)
             told = self._gather((files, error))
             error = next((why for _, why in told if why), None)
             if self.here.first:
@@ -75,11 +77,11 @@ class Saver:
             error = _sentence(failure)
         self.outcome = Outcome(position.step, error)
 
-    def _own_file(self, position: Position) -> tuple[dict[str, Any], str | None]:
-        if self.here.data_rank:
+    def _own_file(self, position: Position, shard: str | None) -> tuple[dict[str, Any], str | None]:
+        if shard is None:
             return {}, None
         folder = self.arm_folder / checkpoint.FOLDER / f"{checkpoint.name(position.step)}{checkpoint.PARTIAL}"
-        path = folder / checkpoint.file_name(self.here.tensor_rank)
+        path = folder / shard
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.snapshot.wait()

@@ -15,23 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
-from torch import Tensor, distributed
+from torch import distributed
 
 from sagebwd import gpus
 from sagebwd.errors import RunError
 from sagebwd.megatron.core_attention import backend_that_ran
-from sagebwd.megatron.documents import packed_documents
-from sagebwd.megatron.model import build_model
 from sagebwd.tokenizer import Prepared
 from sagebwd.training import (
     budget,
     checkpoint,
     determinism,
     endings,
-    gradients,
+    engine,
     health,
     lock,
     metrics,
@@ -44,16 +39,14 @@ from sagebwd.training import (
 )
 from sagebwd.training.checkpoint import Manifest, Position
 from sagebwd.training.data import train_batches, validation_batches
-from sagebwd.training.optimizer import build_optimizer, update
+from sagebwd.training.engine import Batch
 from sagebwd.training.preemption import Preemption
 from sagebwd.training.prefetch import prefetch
 from sagebwd.training.recipe import Recipe
 from sagebwd.training.saver import Outcome, Saver
-from sagebwd.training.snapshot import State
 from sagebwd.training.watchdog import Watchdog
 from sagebwd.training.world import World
 
-Batch = dict[str, Tensor]
 End = Literal["done", "diverged", "preempted"]
 
 
@@ -141,18 +134,9 @@ class _Arm:
         watchdog: Watchdog,
     ) -> None:
         self.recipe, self.arm, self.folder, self.prepared = recipe, arm, folder, prepared
-        self.plan, self.dtype, self.owner, self.here = plan, dtype, owner, here
+        self.plan, self.owner, self.here = plan, owner, here
         self.preemption, self.watchdog = preemption, watchdog
-        model = build_model(recipe, prepared.vocab_size, dtype)
-        config = model.config
-        self.megatron = model
-        if dtype is torch.bfloat16:
-            model = Float16Module(config, model)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)  # FP32 sums, whatever the weights' dtype
-        self.model = DistributedDataParallel(config, ddp, model.to(here.device))
-        self.model.broadcast_params()
-        config.finalize_model_grads_func = gradients.finalize
-        self.forward_backward = get_forward_backward_func()
+        self.engine = engine.build(recipe, prepared.vocab_size, dtype, here, plan)
         self.validation = list(validation_batches(recipe, prepared, dp_rank=here.data_rank, dp_size=here.data_size))
         # Loss sum, tokens, ranks that were asked to stop, whether a checkpoint is due by the clock: of all ranks; and
         # the latter two of this one
@@ -208,12 +192,9 @@ class _Arm:
         at, tokens_per_step = self.position, self.recipe.train.tokens_per_step
         steps = at.step + max(self.recipe.train.total_tokens - at.tokens, 0) // tokens_per_step
         self.plan = replace(self.plan, steps=steps, tokens=steps * tokens_per_step)
-        optimizer, schedule = build_optimizer(
-            self.recipe.optimizer, self.model, self.dtype, steps=steps, warmup_steps=self.plan.warmup_steps
-        )
-        self.state = State(self.model, optimizer, schedule)
+        self.engine.begin(self.plan)
         if manifest is not None:
-            snapshot.restore(manifest, self.state, self.here)
+            snapshot.restore(manifest, self.engine, self.here)
         self._open()
 
     def _open(self) -> None:
@@ -303,13 +284,8 @@ class _Arm:
         sample = {
             name: value[:1].repeat(self.recipe.train.micro_batch, 1) for name, value in self.validation[0].items()
         }
-
-        def loss() -> Tensor:
-            losses, mask = self._losses(self.model, sample)
-            return (losses * mask).sum()
-
         self.watchdog.beat("the kernels' compilation")
-        seconds = warmup.compile_kernels(self.model, loss)
+        seconds = warmup.compile_kernels(self.engine, sample)
         self._say(f"arm {self.arm}: kernels compiled, or found compiled, in {seconds:.0f} s")
         self.watchdog.beat(f"step {self.position.step + 1}")
 
@@ -347,9 +323,7 @@ class _Arm:
     def _step(self) -> metrics.StepResult:
         """One optimizer step over the global batch. The host waits for the device once: for the gradient norm."""
         begin, self.loading = time.perf_counter(), 0.0
-        optimizer = self.state.optimizer
-        sums = self._gradients(self.batches)
-        total = torch.stack(sums).sum(0)
+        total = self.engine.gradients(self._taken(self.batches))
         self.mine[0] = self.preemption.requested is not None
         self.mine[1] = self._due_by_the_clock()
         total = torch.cat((total, self.mine.to(self.here.device, non_blocking=True)))
@@ -358,8 +332,7 @@ class _Arm:
         distributed.all_reduce(total)
         # Queued before the gradient norm, which the optimizer waits for: once it returns, the copy has arrived.
         self.host.copy_(total, non_blocking=True)
-        self.state.schedule.step(1)
-        grad_norm = update(optimizer, self._sound)
+        grad_norm = self.engine.update(self._sound)
         self.position.step += 1
         self.position.samples += self.plan.sequences_per_step
         self.position.tokens += self.recipe.train.tokens_per_step
@@ -367,7 +340,7 @@ class _Arm:
         return metrics.StepResult(
             step=self.position.step,
             loss=self._mean_loss(),
-            learning_rate=optimizer.param_groups[0]["lr"],
+            learning_rate=self.engine.learning_rate,
             grad_norm=grad_norm,
             seconds=time.perf_counter() - begin,
             loading=self.loading,
@@ -385,43 +358,17 @@ class _Arm:
         minutes = self.recipe.checkpoint.every_minutes
         return bool(self.here.first and minutes and time.monotonic() - self.last_save >= 60 * minutes)
 
-    def _gradients(self, batches: Iterator[Batch]) -> list[Tensor]:
-        """Forward and backward over the micro-batches of a step: each one's loss sum and tokens."""
-        self.model.zero_grad_buffer()
-        self.state.optimizer.zero_grad()
-        return self.forward_backward(
-            forward_step_func=self._forward,
-            data_iterator=batches,
-            model=[self.model],
-            num_microbatches=self.plan.accumulation,
-            seq_length=self.recipe.data.context,
-            micro_batch_size=self.recipe.train.micro_batch,
-        )
-
-    def _forward(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
-        if self.probe:
-            self.probe.micro_batch += 1
-        begin = time.perf_counter()
-        batch = next(batches)
-        self.loading += time.perf_counter() - begin
-        losses, mask = self._losses(model, batch)
-        return losses, partial(_loss, mask)
-
-    def _losses(self, model: DistributedDataParallel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Every token's loss and its mask: [sequences, context], or [1, tokens] where documents are packed."""
-        packed = None
-        if self.recipe.data.pack:
-            packed = packed_documents(batch["position_ids"], self.here.device)
-            batch = {name: value.view(1, -1) for name, value in batch.items()}
-        batch = self._to_device(batch)
-        tokens, positions, labels = batch["tokens"], batch["position_ids"], batch["labels"]
-        losses = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
-        return losses, batch["loss_mask"]
-
-    def _to_device(self, batch: Batch) -> Batch:
-        if self.here.device.type == "cpu":
-            return batch
-        return {name: value.pin_memory().to(self.here.device, non_blocking=True) for name, value in batch.items()}
+    def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The micro-batches, as the engine takes them."""
+        while True:
+            begin = time.perf_counter()
+            batch = next(batches, None)
+            self.loading += time.perf_counter() - begin
+            if batch is None:
+                return
+            if self.probe:
+                self.probe.micro_batch += 1
+            yield batch
 
     def _after(self, result: metrics.StepResult) -> None:
         """Judge the step, log it, and look after the save that is under way. Raises _Rewind."""
@@ -460,18 +407,17 @@ class _Arm:
     def _validate(self) -> float | None:
         """Mean loss over the validation set, in nats per token; None if a rank was asked to stop meanwhile."""
         step = self.position.step
-        self.model.eval()
+        self.engine.evaluating(True)
         total = torch.zeros(2, dtype=torch.float64, device=self.here.device)
         self.preemption.begin()
         for batch in self.validation:
             if self.preemption.poll():
-                self.model.train()
+                self.engine.evaluating(False)
                 return None
-            losses, mask = self._losses(self.model, batch)
-            total += _loss(mask, losses)[2]
+            total += self.engine.loss(batch)
             self.watchdog.beat(f"validation after step {step}")
         distributed.all_reduce(total)
-        self.model.train()
+        self.engine.evaluating(False)
         loss_sum, tokens = total.tolist()
         self.watchdog.beat(f"step {step + 1}")
         if self.recorder:
@@ -484,9 +430,9 @@ class _Arm:
         self._tell_of(self.saver.wait())
         if self.recorder:
             self.recorder.flush()  # so that a run that goes on from here has every point up to it
-        self.position.adam_step = snapshot.updates(self.state)
+        self.position.adam_step = self.engine.updates
         self.position.wall_seconds = self._seconds()
-        self.saver.save(self.state, replace(self.position))
+        self.saver.save(self.engine, replace(self.position))
         self.last_save = time.monotonic()
         self.watchdog.beat(f"step {self.position.step + 1}")
 
@@ -528,7 +474,7 @@ class _Arm:
         if manifest is None:
             self._say(f"arm {self.arm}: it does not go back, since no checkpoint is from before the spike")
             return
-        snapshot.restore(manifest, self.state, self.here)
+        snapshot.restore(manifest, self.engine, self.here)
         told = {
             "from": spike.step,
             "to": manifest.position.step,
@@ -592,9 +538,9 @@ class _Arm:
     def _diagnose(self, result: metrics.StepResult) -> dict[str, Any]:
         """Do the step again, looking at every module, and write down where it begins and with which samples."""
         self.probe = health.Probe()
-        with self.probe.on(self.megatron):
-            self._gradients(self._batches(before=1))
-        self.probe.gradients(self.megatron)
+        with self.probe.on(self.engine.megatron):
+            self.engine.gradients(self._taken(self._batches(before=1)))
+        self.probe.gradients(self.engine.megatron)
         begin = self.position.samples - self.plan.sequences_per_step
         mine = self.probe.finding(self.here, begin, self.recipe.train.micro_batch)
         of_all: list[Any] = [None] * self.here.size
@@ -616,7 +562,7 @@ class _Arm:
     def _write_meta(self, **changed: Any) -> None:
         if self.here.first:
             at = self.position
-            self.meta |= {"wall_seconds": self._seconds(), "backend": backend_that_ran(self.model), **changed}
+            self.meta |= {"wall_seconds": self._seconds(), "backend": backend_that_ran(self.engine.megatron), **changed}
             self.meta |= {"start_loss": at.start_loss, "skipped_steps": at.skipped, "spikes": at.spikes}
             self.meta |= {"changes": at.changes, "rewinds": at.rewinds}
             metrics.write_meta(self.folder, self.meta)
@@ -630,12 +576,3 @@ class _Arm:
             self.recorder.say(text)
         elif self.here.first:
             print(text, flush=True)
-
-
-def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a micro-batch's losses [batch, tokens]: their sum, for the gradient; the tokens counted; both, for the log.
-
-    Megatron divides the gradients by the tokens of the global batch (calculate_per_token_loss).
-    """
-    total, tokens = (losses * mask).sum(), mask.sum()
-    return total, tokens.to(torch.int), torch.stack((total.detach().double(), tokens.double()))

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch import Tensor, distributed
+from torch import distributed
+
+from sagebwd.training.engine import Batch, Engine
 
 
-def compile_kernels(model: DistributedDataParallel, loss: Callable[[], Tensor]) -> float:
-    """One forward and backward of `loss`, its gradients thrown away. Returns the seconds until all ranks are done.
+def compile_kernels(engine: Engine, batch: Batch) -> float:
+    """One forward and backward, its gradients thrown away. Returns the seconds until all ranks are done.
 
-    loss: the sum of the losses of a micro-batch of a training step's shape, as a function of nothing. Called on every
-    rank, before the first step of a process. It leaves no trace in weights, gradients or random states: a run with it
-    and one without are the same bitwise.
+    batch: a micro-batch of a training step's shape. Called on every rank, before the first step of a process. It leaves
+    no trace in weights, gradients or random states: a run with it and one without are the same bitwise.
     """
     begin = time.monotonic()
     cuda = torch.cuda.is_available()
     before = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None, get_cuda_rng_tracker().get_states()
-    with model.no_sync():  # gradients are not summed over the ranks
-        loss().backward()
-    model.zero_grad_buffer()
+    engine.rehearse(batch)
     torch.set_rng_state(before[0])
     if cuda:
         torch.cuda.set_rng_state(before[1])

@@ -12,6 +12,7 @@ import torch
 from sagebwd.tokenizer import Prepared, prepare
 from sagebwd.training import checkpoint, health, recipe, run_folder, status, train
 from sagebwd.training.checkpoint import Position
+from sagebwd.training.engine import losses, megatron
 from sagebwd.training.recipe import Data, Recipe
 from tests.training.runs import changed, journal, logged, on_cpu, tiny_recipe
 
@@ -31,15 +32,15 @@ def tiny(data: Data, steps: int = STEPS, **sections: dict) -> Recipe:
 
 def change_losses(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
     """Of training micro-batches, by number from 0: the summed loss that the backward pass starts from."""
-    original, number = train._loss, [0]
+    original, number = losses.sums, [0]
 
-    def loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple:
-        if losses.requires_grad:
-            losses = change(number[0], losses)
+    def sums(mask: torch.Tensor, of_each: torch.Tensor) -> tuple:
+        if of_each.requires_grad:
+            of_each = change(number[0], of_each)
             number[0] += 1
-        return original(mask, losses)
+        return original(mask, of_each)
 
-    monkeypatch.setattr(train, "_loss", loss)
+    monkeypatch.setattr(losses, "sums", sums)
 
 
 @pytest.mark.parametrize("sick", [math.nan, math.inf])
@@ -78,7 +79,7 @@ def test_the_run_goes_on_after_sick_steps_as_if_they_were_not_there(
 def test_a_run_that_stays_sick_stops_and_names_where_it_begins(
     small_data: Data, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backward: bool
 ) -> None:
-    build = train.build_model
+    build = megatron.build_model
 
     def built(*arguments: object) -> torch.nn.Module:
         model, calls = build(*arguments), [0]
@@ -97,7 +98,7 @@ def test_a_run_that_stays_sick_stops_and_names_where_it_begins(
         model.decoder.layers[1].mlp.linear_fc2.register_forward_hook(sicken)
         return model
 
-    monkeypatch.setattr(train, "build_model", built)
+    monkeypatch.setattr(megatron, "build_model", built)
     sick = tiny(small_data, health={"bad_steps": 3}, checkpoint={"every_steps": 2})
     assert train.run(sick, "sagebwd", tmp_path, prepared) == "diverged"
     found = json.loads((tmp_path / run_folder.SICK).read_text())

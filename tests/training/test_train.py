@@ -15,7 +15,8 @@ from sagebwd.megatron.model import build_model
 from sagebwd.tokenizer import Prepared, prepare
 from sagebwd.training import gradients, metrics, run_folder, size, train, world
 from sagebwd.training.budget import Plan
-from sagebwd.training.optimizer import build_optimizer
+from sagebwd.training.engine import megatron
+from sagebwd.training.optimizer import build_optimizer, build_schedule
 from sagebwd.training.recipe import Data, Optimizer, Recipe
 from tests.training.runs import Logged, logged, on_cpu, tiny_recipe
 
@@ -102,7 +103,11 @@ def test_one_dimensional_parameters_have_no_weight_decay(small_data: Data) -> No
     with world.join(tensor=1, seed=0):
         model = build_model(tiny, 512, torch.float32)
         ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-        optimizer, _ = build_optimizer(Optimizer(weight_decay=0.1), ddp, torch.float32, steps=10, warmup_steps=0)
+        settings = Optimizer(weight_decay=0.1)
+        optimizer = build_optimizer(settings, ddp, torch.float32)
+        build_schedule(
+            settings, optimizer, Plan(steps=10, sequences_per_step=1, accumulation=1, warmup_steps=0, tokens=10)
+        )
         decays = {p.dim(): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decays == {1: 0.0, 2: 0.1}
 
@@ -130,7 +135,7 @@ def test_bf16_keeps_fp32_master_weights_and_gradients(small_data: Data) -> None:
         tiny = recipe(small_data)
         model = build_model(tiny, 512, torch.bfloat16)
         ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-        optimizer, _ = build_optimizer(tiny.optimizer, ddp, torch.bfloat16, steps=10, warmup_steps=0)
+        optimizer = build_optimizer(tiny.optimizer, ddp, torch.bfloat16)
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         assert {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
         assert {p.main_grad.dtype for p in model.parameters()} == {torch.float32}
@@ -184,7 +189,7 @@ class _Reads(TorchDispatchMode):
 def test_the_host_reads_nothing_from_the_device_in_forward_and_backward(
     small_data: Data, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, chosen = _Reads(), train.get_forward_backward_func
+    reads, chosen = _Reads(), megatron.get_forward_backward_func
 
     def counted() -> Any:
         original = chosen()
@@ -195,7 +200,7 @@ def test_the_host_reads_nothing_from_the_device_in_forward_and_backward(
 
         return call
 
-    monkeypatch.setattr(train, "get_forward_backward_func", counted)
+    monkeypatch.setattr(megatron, "get_forward_backward_func", counted)
     run(tmp_path, recipe(small_data), prepared)
     assert reads.count == 0
     with reads:

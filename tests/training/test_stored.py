@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from sagebwd.training.snapshot import cut, merge
+from sagebwd.training.stored import cut, merge
 
 
 @pytest.mark.parametrize(("dim", "stride"), itertools.product((0, 1), (1, 2)))
