@@ -111,9 +111,10 @@ def memory(recipe: Recipe, ranks: int) -> Memory:
     parameters = parameter_counts(recipe, recipe.data.vocab_size)["total"] / t
     tokens = recipe.train.micro_batch * recipe.data.context
     vocabulary = padded_vocab_size(recipe.data.vocab_size, t) / t
-    activations = tokens * (m.layers * layer_activations(recipe) + 2 * m.hidden * element)
+    between = m.hidden / _sequence(recipe)
+    activations = tokens * (m.layers * layer_activations(recipe) + 2 * between * element)
     of_logits = LOGIT_MEMORY[fused] * (element / 2) * vocabulary
-    of_layer = element * (3 * m.ffn / t + 6 * m.hidden)
+    of_layer = element * (3 * m.ffn / t + 6 * between)
     return Memory(
         weights=element * parameters,
         gradients=4 * parameters,
@@ -135,12 +136,18 @@ def layer_activations(recipe: Recipe) -> float:
     element = 4 if recipe.train.precision == "fp32" else 2
     queries, keys = m.heads * m.dim / t, m.num_kv_heads * m.dim / t
     grouped = queries if m.qk_norm and m.num_kv_heads < m.heads else 0  # copied out of the fused QKV for QK-norm
-    elements = 4 * m.hidden + (queries + 2 * keys) + grouped + queries + (3 if fused else 5) * m.ffn / t
+    between = m.hidden / _sequence(recipe)
+    elements = 4 * between + (queries + 2 * keys) + grouped + queries + (3 if fused else 5) * m.ffn / t
     inside = (queries + keys) * element
     if recipe.attention.kind == "sagebwd":
         inside = queries + keys + (keys * element if recipe.attention.quant.smooth_q else 0)
-    rows = m.heads / t + 2 + ((m.heads + m.num_kv_heads) / t if m.qk_norm else 0)
+    rows = m.heads / t + 2 / _sequence(recipe) + ((m.heads + m.num_kv_heads) / t if m.qk_norm else 0)
     return elements * element + inside + 4 * rows
+
+
+def _sequence(recipe: Recipe) -> int:
+    """Ranks that share what lies between the matrices."""
+    return recipe.parallel.tensor if recipe.parallel.sequence else 1
 
 
 def _step_parts(recipe: Recipe, gpu: Spec, plan: budget.Plan, dp: int) -> dict[str, float]:
@@ -154,9 +161,9 @@ def _step_parts(recipe: Recipe, gpu: Spec, plan: budget.Plan, dp: int) -> dict[s
     rate = PRODUCT_SHARE * m.hidden / (m.hidden + NARROW) * gpu.tflops * 1e12
     attention = 7 * recipe.data.context * m.heads * m.dim * m.layers * tokens / t  # forward 2, backward 5, causal
     if fused:
-        passes = (FUSED_HIDDEN * m.hidden + FUSED_FFN * m.ffn / t) / FUSED_SHARE
+        passes = (FUSED_HIDDEN * m.hidden / _sequence(recipe) + FUSED_FFN * m.ffn / t) / FUSED_SHARE
     else:
-        passes = SEPARATE_HIDDEN * m.hidden + SEPARATE_FFN * m.ffn / t
+        passes = SEPARATE_HIDDEN * m.hidden / _sequence(recipe) + SEPARATE_FFN * m.ffn / t
     parts = {
         "matrix products": products / rate,
         "attention": attention / (_attention_rate(recipe) * 1e12 * gpu.tflops / H200.tflops),

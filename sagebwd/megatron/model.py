@@ -85,6 +85,7 @@ def transformer_config(recipe: Recipe, dtype: torch.dtype) -> TransformerConfig:
         attention_dropout=0.0,
         init_method_std=model.init_std,  # the projections back into the residual stream: divided by sqrt(2 layers)
         tensor_model_parallel_size=recipe.parallel.tensor,
+        sequence_parallel=recipe.parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sagebwd.errors import UserError
 from sagebwd.training.recipe import Recipe
+from sagebwd.training.size import padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,47 @@ class Plan:
 
 
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
-    """Ranks that see different samples: world_size / parallel.tensor. Raises UserError: a size that does not divide."""
-    tensor, model = recipe.parallel.tensor, recipe.model
+    """Ranks that see different samples, of `world_size`. Raises UserError: a layout that cannot be, with the remedy."""
+    parallel = recipe.parallel
+    tensor = parallel.tensor
     if world_size % tensor:
         raise UserError(
             f"parallel.tensor is {tensor}, but {world_size} rank(s) are no multiple of it: "
             f"start a multiple of {tensor} ranks (--nproc), or lower parallel.tensor"
         )
+    _check_tensor(recipe)
+    _check_sequence(recipe)
+    return world_size // tensor
+
+
+def _check_tensor(recipe: Recipe) -> None:
+    """Every rank has whole heads, and as many rows of every matrix."""
+    tensor, model = recipe.parallel.tensor, recipe.model
     for key, value in (("model.heads", model.heads), ("model.kv_heads", model.num_kv_heads), ("model.ffn", model.ffn)):
         if value % tensor:
-            fit = [size for size in range(1, tensor) if not value % size]
             raise UserError(
                 f"parallel.tensor is {tensor}, but {key} is {value}, no multiple of it: set parallel.tensor to "
-                f"{fit[-1]}, or {key} to {_nearest(value, tensor)}"
+                f"{_divisor_below(value, tensor)}, or {key} to {_nearest(value, tensor)}"
             )
-    return world_size // tensor
+    padded_vocab_size(recipe.data.vocab_size, tensor)
+
+
+def _check_sequence(recipe: Recipe) -> None:
+    """Sequence parallelism: the tensor-parallel ranks have as many tokens each."""
+    parallel, context = recipe.parallel, recipe.data.context
+    if not parallel.sequence:
+        return
+    if parallel.tensor == 1:
+        raise UserError(
+            "parallel.sequence is true, but parallel.tensor is 1, and it is the tensor-parallel ranks that would share "
+            "the tokens: raise parallel.tensor, or set parallel.sequence to false"
+        )
+    if context % parallel.tensor:
+        raise UserError(
+            f"parallel.sequence is true, but data.context is {context}, no multiple of parallel.tensor "
+            f"{parallel.tensor}: set data.context to {_nearest(context, parallel.tensor)}, or parallel.sequence to "
+            "false"
+        )
 
 
 def plan(recipe: Recipe, dp_size: int) -> Plan:
@@ -77,6 +104,10 @@ def plan(recipe: Recipe, dp_size: int) -> Plan:
         warmup_steps=warmup_steps,
         tokens=steps * train.tokens_per_step,
     )
+
+
+def _divisor_below(value: int, limit: int) -> int:
+    return max(size for size in range(1, limit) if not value % size)
 
 
 def _nearest(value: int, unit: int) -> str:

@@ -11,7 +11,7 @@ from sagebwd.training.recipe import Recipe
 # Cannot change what the run computes, or only decides what happens from now on.
 FREE = ("description", "checkpoint", "health", "evaluation.every_steps")
 # Change a result by no more than rounding.
-LAYOUT = ("parallel.tensor", "train.micro_batch", "train.deterministic")
+LAYOUT = ("parallel", "train.micro_batch", "train.deterministic")
 # Another model: its checkpoint does not fit.
 SHAPE = (
     *(f"model.{key}" for key in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "qk_norm")),

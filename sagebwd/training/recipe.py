@@ -169,7 +169,12 @@ class Health(Section):
 
 
 class Parallel(Section):
-    tensor: Positive = Field(1, description="tensor-parallel size; the data-parallel size is ranks / tensor")
+    """Which GPUs share what. Changes a result by no more than the order of sums."""
+
+    tensor: Positive = Field(1, description="GPUs that share each matrix; the data-parallel size is ranks / tensor")
+    sequence: bool = Field(
+        False, description="what lies between the matrices is shared too, by tokens: less memory; needs tensor > 1"
+    )
 
 
 class Recipe(Section):

@@ -21,20 +21,31 @@ from sagebwd.megatron import cpu_compat
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. Ranks of one tensor-parallel group are neighbours (Megatron's order)."""
+    """This process's place: rank = ((stage * data_size + data_rank) * context_size + context_rank) * tensor_size +
+    tensor_rank, Megatron's order, so that those who talk most are neighbours. Ranks of one data_rank see the same
+    samples."""
 
     rank: int
     size: int
     tensor_rank: int
     tensor_size: int
+    context_rank: int
+    context_size: int
     data_rank: int
     data_size: int
+    stage: int  # of the pipeline, from the embedding to the loss
+    stages: int
     device: torch.device
 
     @property
     def first(self) -> bool:
         """Whether this process writes logs, events and the manifest."""
         return self.rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this process computes losses."""
+        return self.stage == self.stages - 1
 
     def agreed(self, ask: Callable[[], Any]) -> Any:
         """What `ask` answers on the first rank, on every rank. Of a UserError the first rank alone tells: the others
@@ -60,16 +71,18 @@ def size() -> int:
 
 
 @contextlib.contextmanager
-def join(tensor: int, seed: int, timeout_minutes: float = 10) -> Iterator[World]:
+def join(
+    tensor: int, seed: int, timeout_minutes: float = 10, *, context: int = 1, pipeline: int = 1
+) -> Iterator[World]:
     """Join the run's processes (torchrun's, or a world of one without it) and leave them all at the end.
 
     NCCL and the GPU of LOCAL_RANK where CUDA is available, gloo and the CPU elsewhere. Every random state is seeded:
     the same seed on every rank for what is replicated (weights), another for each TP rank's model-parallel stream.
-    `tensor` divides the number of ranks (budget.data_parallel_size has refused anything else). timeout_minutes: after
-    which a collective that does not end fails.
+    tensor, context, pipeline: sizes whose product divides the number of ranks (budget.data_parallel_size has refused
+    anything else). timeout_minutes: after which a collective that does not end fails.
     """
-    if tensor > 1:
-        # one hardware queue: a TP all-reduce issued before a weight-gradient product then also starts before it
+    if tensor > 1 or context > 1:
+        # one hardware queue: a collective issued before a product that hides it then also starts before it
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -79,7 +92,10 @@ def join(tensor: int, seed: int, timeout_minutes: float = 10) -> Iterator[World]
         try:
             # gloo groups beside NCCL's serve optimizers and checkpoints that are not used here
             parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=tensor, create_gloo_process_groups=False
+                tensor_model_parallel_size=tensor,
+                pipeline_model_parallel_size=pipeline,
+                context_parallel_size=context,
+                create_gloo_process_groups=False,
             )
             if distributed.get_rank():
                 logging.getLogger("sagebwd").setLevel(logging.WARNING)  # every rank would say the same
@@ -91,8 +107,12 @@ def join(tensor: int, seed: int, timeout_minutes: float = 10) -> Iterator[World]
                 size=distributed.get_world_size(),
                 tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
                 tensor_size=tensor,
+                context_rank=parallel_state.get_context_parallel_rank(),
+                context_size=context,
                 data_rank=parallel_state.get_data_parallel_rank(),
                 data_size=parallel_state.get_data_parallel_world_size(),
+                stage=parallel_state.get_pipeline_model_parallel_rank(),
+                stages=pipeline,
                 device=device,
             )
         finally:

@@ -1,6 +1,7 @@
-"""What the tests start as processes of their own: every arm in turn through the training program, then attention alone.
+"""What the tests start as processes of their own: every arm of every layout in turn through the training program, then
+attention alone.
 
-Arguments: a folder of recipes (one .json an arm, named after it), the prepared data, the folder for the runs.
+Arguments: a folder of recipes (LAYOUT/ARM.json), the prepared data, the folder for the runs (LAYOUT/ARM).
 """
 
 import logging
@@ -14,7 +15,7 @@ from torch import Tensor, distributed
 from sagebwd.megatron.model import build_model
 from sagebwd.tokenizer import load_prepared
 from sagebwd.training import train, world
-from sagebwd.training.recipe import Recipe
+from sagebwd.training.recipe import Parallel, Recipe
 
 TOKENS, BATCH = 100, 2
 
@@ -22,12 +23,13 @@ TOKENS, BATCH = 100, 2
 def main(recipes: Path, prepared: Path, runs: Path) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     if "RANK" in os.environ:
-        distributed.init_process_group("gloo")  # once for all arms
+        distributed.init_process_group("gloo")  # once for all: torchrun's store serves no second time
     data = load_prepared(prepared)
-    for path in sorted(recipes.glob("*.json")):
+    for path in sorted(recipes.glob("*/*.json")):
         recipe = Recipe.model_validate_json(path.read_text())
-        train.run(recipe, path.stem, runs / path.stem, data)
-        attention_alone(recipe, runs / path.stem / "attention.pt")
+        folder = runs / path.parent.name / path.stem
+        train.run(recipe, path.stem, folder, data)
+        attention_alone(recipe, folder / "attention.pt")
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -35,9 +37,8 @@ def main(recipes: Path, prepared: Path, runs: Path) -> None:
 def attention_alone(recipe: Recipe, file: Path) -> None:
     """The first layer's core attention on given q, k and v, each TP rank with its heads; all heads into `file`."""
     with world.join(recipe.parallel.tensor, recipe.seed) as here:
-        core = (
-            build_model(recipe, recipe.data.vocab_size, torch.float32).decoder.layers[0].self_attention.core_attention
-        )
+        alone = recipe.model_copy(update={"parallel": Parallel(tensor=recipe.parallel.tensor)})
+        core = build_model(alone, recipe.data.vocab_size, torch.float32).decoder.layers[0].self_attention.core_attention
         generator = torch.Generator().manual_seed(5)
 
         def mine(heads: int) -> Tensor:

@@ -13,16 +13,21 @@ import torch
 
 from sagebwd.tokenizer import Prepared, prepare
 from sagebwd.training import run_folder
-from sagebwd.training.recipe import Data
-from tests.training.runs import ARMS, logged, tiny_recipe
+from sagebwd.training.recipe import Data, Recipe
+from tests.distributed.layouts import ALONE, LAYOUTS, Layout
+from tests.training.runs import ARMS, changed, logged, tiny_recipe
 
 pytest_plugins = ("tests.small_corpus",)
 STEPS = 20
-LAYOUTS = {"tp2": (2, 2), "dp2": (2, 1), "tp2_dp2": (4, 2)}  # ranks, tensor-parallel size
-PACKED = "sagebwd-packed"  # an arm of packed documents, in the layouts tp1 and tp2
+PACKED = "sagebwd-packed"  # an arm of packed documents
+PACKS = (ALONE, "tp2", "tp2-sp")  # the layouts that train it
 PROGRAM = Path(__file__).with_name("program.py")
+# (checkpoint of this layout, goes on with that one): shards are cut anew
+RESUMED = [(ALONE, "dp2"), (ALONE, "tp2"), ("tp2", "dp2")]
 
-Run = Callable[[str, int, int], Path]
+
+def name_of(before: str, after: str) -> str:
+    return f"{before}_to_{after}"
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +36,27 @@ def prepared(small_data: Data, tmp_path_factory: pytest.TempPathFactory) -> Prep
 
 
 @pytest.fixture(scope="module")
-def run(small_data: Data, prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Train the arms on `ranks` ranks with the TP size `tensor`; runs of one layout happen once."""
-    root = tmp_path_factory.mktemp("layouts")
+def start(
+    small_data: Data, prepared: Prepared, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[dict[str, tuple[Layout, tuple[str, ...]]]], None]:
+    """Train the arms of layouts that have as many ranks, in one launch, into `root`/name/arm."""
+    number = itertools.count()
 
-    def start(name: str, ranks: int, tensor: int, arms: tuple[str, ...] | None = None) -> Path:
-        recipes, runs = root / f"recipes_{name}", root / name
-        if recipes.exists():
-            return runs
-        recipes.mkdir()
-        for arm in arms or (*ARMS, *([PACKED] if name in ("tp1", "tp2") else [])):
-            kind, _, pack = arm.partition("-")
-            data = small_data.model_copy(update={"pack": bool(pack)})
-            # What differs in the last bit can round to another integer of 8: noise of some 1e-6 in SageBwd's loss over
-            # so many tokens, and more over fewer. It does not grow from step to step.
-            recipe = tiny_recipe(data, kind, steps=STEPS, tokens_per_step=4096, micro_batch=32, tensor=tensor)
-            (recipes / f"{arm}.json").write_text(recipe.model_dump_json())
+    def recipe(layout: Layout, arm: str) -> Recipe:
+        kind, _, pack = arm.partition("-")
+        data = small_data.model_copy(update={"pack": bool(pack)})
+        # What differs in the last bit can round to another integer of 8: noise of some 1e-6 in SageBwd's loss over so
+        # many tokens, and more over fewer. It does not grow from step to step.
+        base = tiny_recipe(data, kind, steps=STEPS, tokens_per_step=4096, micro_batch=32)
+        return changed(base, {"parallel": layout.parallel, "train": layout.train})
+
+    def launch(runs: Path, wanted: dict[str, tuple[Layout, tuple[str, ...]]]) -> None:
+        (ranks,) = {layout.ranks for layout, _ in wanted.values()}
+        recipes = tmp_path_factory.mktemp(f"recipes{next(number)}")
+        for name, (layout, arms) in wanted.items():
+            (recipes / name).mkdir()
+            for arm in arms:
+                (recipes / name / f"{arm}.json").write_text(recipe(layout, arm).model_dump_json())
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         answer = subprocess.run(
             [*command, str(PROGRAM), str(recipes), str(prepared.folder), str(runs)],
@@ -58,14 +68,47 @@ def run(small_data: Data, prepared: Prepared, tmp_path_factory: pytest.TempPathF
             check=False,
         )
         assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
-        return runs
 
-    return start
+    return launch
 
 
-@pytest.mark.parametrize(("arm", "layout"), [*itertools.product(ARMS, LAYOUTS), (PACKED, "tp2")])
-def test_losses_do_not_depend_on_the_layout(run: Run, arm: str, layout: str) -> None:
-    one, other = logged(run("tp1", 1, 1) / arm), logged(run(layout, *LAYOUTS[layout]) / arm)
+@pytest.fixture(scope="module")
+def runs(start: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every layout's runs, each in the folder of its name."""
+    root = tmp_path_factory.mktemp("layouts")
+    for ranks in sorted({layout.ranks for layout in LAYOUTS.values()}):
+        names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks]
+        arms = {name: (*ARMS, PACKED) if name in PACKS else ARMS for name in names}
+        start(root, {name: (LAYOUTS[name], arms[name]) for name in names})
+    return root
+
+
+@pytest.fixture(scope="module")
+def resumed(start: Callable[..., None], runs: Path) -> Path:
+    """RESUMED: the second half of the run again, from the first layout's checkpoint."""
+    root = runs.parent / f"{runs.name}-resumed"
+    for before, after in RESUMED:
+        for arm in ARMS:
+            there = root / name_of(before, after) / arm
+            shutil.copytree(runs / before / arm / "checkpoints", there / "checkpoints")
+            (there / "checkpoints" / "latest").write_text(f"step_{STEPS // 2:08d}")
+    for ranks in sorted({LAYOUTS[after].ranks for _, after in RESUMED}):
+        of_them = [pair for pair in RESUMED if LAYOUTS[pair[1]].ranks == ranks]
+        start(root, {name_of(*pair): (LAYOUTS[pair[1]], ARMS) for pair in of_them})
+    return root
+
+
+@pytest.mark.parametrize(
+    ("arm", "layout"),
+    [
+        (arm, layout)
+        for arm in (*ARMS, PACKED)
+        for layout in LAYOUTS
+        if layout != ALONE and (arm in ARMS or layout in PACKS)
+    ],
+)
+def test_losses_do_not_depend_on_the_layout(runs: Path, arm: str, layout: str) -> None:
+    one, other = logged(runs / ALONE / arm), logged(runs / layout / arm)
     assert [step for step, _ in other.scalars["train/loss"]] == list(range(1, STEPS + 1))
     ours, theirs = other.values("train/loss"), one.values("train/loss")
     assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
@@ -77,38 +120,22 @@ def test_losses_do_not_depend_on_the_layout(run: Run, arm: str, layout: str) -> 
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_attention_is_the_same_bitwise_with_the_heads_sharded(run: Run, arm: str) -> None:
-    whole = torch.load(run("tp1", 1, 1) / arm / "attention.pt", weights_only=True)
-    sharded = torch.load(run("tp2", 2, 2) / arm / "attention.pt", weights_only=True)
+def test_attention_is_the_same_bitwise_with_the_heads_sharded(runs: Path, arm: str) -> None:
+    whole = torch.load(runs / ALONE / arm / "attention.pt", weights_only=True)
+    sharded = torch.load(runs / "tp2" / arm / "attention.pt", weights_only=True)
     for name, ours, theirs in zip(("output", "dq", "dk", "dv"), sharded, whole, strict=True):
         assert torch.equal(ours, theirs), name
 
 
-def test_a_run_goes_on_with_another_number_of_data_parallel_ranks(run: Run) -> None:
-    one = run("tp1", 1, 1) / "fpa"
-    there = one.parent.parent / "other_dp" / "fpa"
-    shutil.copytree(one / "checkpoints", there / "checkpoints")
-    (there / "checkpoints" / "latest").write_text(f"step_{STEPS // 2:08d}")
-    points = logged(run("other_dp", 2, 1, ("fpa",)) / "fpa").scalars["train/loss"]
-    assert [step for step, _ in points] == list(range(STEPS // 2 + 1, STEPS + 1))
-    assert points[-1][1] == pytest.approx(logged(one).values("train/loss")[-1], abs=1e-5)
-
-
-@pytest.mark.parametrize(("before", "ranks", "tensor"), [("tp1", 2, 2), ("tp2", 2, 1)])
+@pytest.mark.parametrize(("before", "after"), RESUMED)
 @pytest.mark.parametrize("arm", ARMS)
-def test_a_run_goes_on_with_another_tensor_parallel_size(
-    run: Run, arm: str, before: str, ranks: int, tensor: int
-) -> None:
+def test_a_run_goes_on_with_another_layout(runs: Path, resumed: Path, arm: str, before: str, after: str) -> None:
     """Weights and moments are cut anew, SwiGLU's halves each for itself; and meta.json says that the layout changed."""
-    whole = run(before, *LAYOUTS.get(before, (1, 1))) / arm
-    name = f"{before}_to_tp{tensor}_{arm}"
-    there = whole.parent.parent / name / arm
-    shutil.copytree(whole / "checkpoints", there / "checkpoints")
-    (there / "checkpoints" / "latest").write_text(f"step_{STEPS // 2:08d}")
-    points = logged(run(name, ranks, tensor, (arm,)) / arm).scalars["train/loss"]
+    there = resumed / name_of(before, after) / arm
+    points = logged(there).scalars["train/loss"]
     assert [step for step, _ in points] == list(range(STEPS // 2 + 1, STEPS + 1))
-    losses = [loss for _, loss in points]
-    assert losses[0] == pytest.approx(logged(whole).values("train/loss")[STEPS // 2], abs=2e-6)
-    assert losses == pytest.approx(logged(whole).values("train/loss")[STEPS // 2 :], abs=1e-5)
-    (change,) = run_folder.meta(there)["changes"]
-    assert (change["key"], change["to"]) == ("parallel.tensor", tensor)
+    losses, whole = [loss for _, loss in points], logged(runs / before / arm).values("train/loss")[STEPS // 2 :]
+    assert losses[0] == pytest.approx(whole[0], abs=2e-6)
+    assert losses == pytest.approx(whole, abs=1e-5)
+    keys = {f"parallel.{key}" for key in LAYOUTS[before].parallel | LAYOUTS[after].parallel}
+    assert {change["key"] for change in run_folder.meta(there).get("changes", [])} == keys

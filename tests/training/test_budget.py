@@ -57,5 +57,22 @@ def test_tensor_parallel_sizes_that_do_not_divide(tensor: int, model: dict, worl
         data_parallel_size(recipe(model=model, parallel={"tensor": tensor}), world)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "context", "complaint"),
+    [
+        ({"sequence": True}, 256, "parallel.sequence is true, but parallel.tensor is 1, .* raise parallel.tensor"),
+        ({"sequence": True, "tensor": 2}, 255, "data.context is 255, .* set data.context to 254 or 256"),
+    ],
+)
+def test_sequences_that_cannot_be_shared(parallel: dict, context: int, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        data_parallel_size(recipe(parallel=parallel, data={"context": context}), 2)
+
+
+def test_a_vocabulary_that_does_not_divide() -> None:
+    with pytest.raises(UserError, match=r"parallel.tensor 3 does not divide the padded vocabulary of 4096"):
+        data_parallel_size(recipe(model={"heads": 3, "hidden": 24}, parallel={"tensor": 3}), 3)
+
+
 def test_data_parallel_size() -> None:
     assert data_parallel_size(recipe(parallel={"tensor": 2}), 8) == 4
