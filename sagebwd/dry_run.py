@@ -6,6 +6,7 @@ from sagebwd import device, gpus
 from sagebwd.errors import UserError
 from sagebwd.forecast import GIB, H200, Forecast, forecast
 from sagebwd.table import aligned
+from sagebwd.training import budget
 from sagebwd.training.recipe_file import Experiment
 
 HEADER = (
@@ -68,7 +69,7 @@ def _sizes(experiment: Experiment, each: Forecast, nproc: int) -> None:
         f"{each.flops_per_token * recipe.train.tokens_per_step / 1e12:,.0f} TFLOPs a step of {arm}"
     )
     print(
-        f"layout: {nproc} GPU(s) an arm, tensor {recipe.parallel.tensor} x data {nproc // recipe.parallel.tensor}, "
+        f"layout: {nproc} GPU(s) an arm, {budget.layout(recipe, nproc)}, "
         f"{recipe.train.micro_batch} sequences a micro-batch and GPU"
     )
 

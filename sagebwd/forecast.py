@@ -83,7 +83,8 @@ def forecast(recipe: Recipe, gpu: Spec, ranks: int) -> Forecast:
     vocab = recipe.data.vocab_size
     parts = _step_parts(recipe, gpu, plan, dp)
     device = math.fsum(parts.values())
-    host = plan.accumulation * recipe.model.layers * HOST_LAYER[recipe.attention.kind] + HOST_STEP
+    layers = recipe.model.layers / recipe.parallel.pipeline
+    host = plan.accumulation * layers * HOST_LAYER[recipe.attention.kind] + HOST_STEP
     step = max(device, host)
     flops = flops_per_token(recipe, vocab)
     speed = recipe.train.tokens_per_step / step
@@ -105,23 +106,37 @@ def forecast(recipe: Recipe, gpu: Spec, ranks: int) -> Forecast:
 
 def memory(recipe: Recipe, ranks: int) -> Memory:
     """Bytes on one GPU, see Memory."""
-    m, t = recipe.model, recipe.parallel.tensor
+    m, t, stages = recipe.model, recipe.parallel.tensor, recipe.parallel.pipeline
     half, fused = recipe.train.precision != "fp32", recipe.train.fusion != "off"
     element = 2 if half else 4
-    parameters = parameter_counts(recipe, recipe.data.vocab_size)["total"] / t
+    replicas = budget.data_parallel_size(recipe, ranks)
+    parameters = _parameters(recipe)
     tokens = recipe.train.micro_batch * recipe.data.context
     vocabulary = padded_vocab_size(recipe.data.vocab_size, t) / t
     between = m.hidden / _sequence(recipe)
-    activations = tokens * (m.layers * layer_activations(recipe) + 2 * between * element)
+    of_micro_batch = tokens * (m.layers / stages * layer_activations(recipe) + 2 * between * element)
+    # The first stage has as many micro-batches under way as there are stages, the last one, with the logits
+    under_way = min(stages, budget.plan(recipe, replicas).accumulation)
     of_logits = LOGIT_MEMORY[fused] * (element / 2) * vocabulary
     of_layer = element * (3 * m.ffn / t + 6 * between)
+    first, last = (under_way * of_micro_batch, tokens * of_layer), (of_micro_batch, tokens * max(of_logits, of_layer))
+    activations, moment = max(first, last, key=sum)
     return Memory(
         weights=element * parameters,
         gradients=4 * parameters,
-        optimizer=(12 if half else 8) * parameters,
+        optimizer=(12 if half else 8) * parameters / (replicas if recipe.parallel.distributed_optimizer else 1),
         activations=activations,
-        widest=WORKSPACE + max(tokens * max(of_logits, of_layer), 4 * parameters - activations),  # or AdamW's
+        widest=WORKSPACE + max(moment, 4 * parameters - activations),  # or AdamW's
     )
+
+
+def _parameters(recipe: Recipe) -> float:
+    """Of the GPU with the most: one at an end of the pipeline, which has the embedding or its counterpart."""
+    counts = parameter_counts(recipe, recipe.data.vocab_size)
+    embeddings = counts["total"] - counts["non_embedding"]
+    if recipe.parallel.pipeline > 1 and not recipe.model.tied_embeddings:
+        embeddings /= 2
+    return (counts["non_embedding"] / recipe.parallel.pipeline + embeddings) / recipe.parallel.tensor
 
 
 def layer_activations(recipe: Recipe) -> float:
@@ -151,12 +166,17 @@ def _sequence(recipe: Recipe) -> int:
 
 
 def _step_parts(recipe: Recipe, gpu: Spec, plan: budget.Plan, dp: int) -> dict[str, float]:
-    """Seconds of a step on the device, by part."""
+    """Seconds of a step on the device, by part.
+
+    Stages of a pipeline are taken to have as much to do each; they wait for one another as long as (stages - 1)
+    micro-batches take.
+    """
     m, t, fused = recipe.model, recipe.parallel.tensor, recipe.train.fusion != "off"
     tokens = recipe.train.tokens_per_step / dp  # of a data-parallel rank
     bandwidth = gpu.bandwidth * 1e12 * COPY_SHARE
     vocabulary = padded_vocab_size(recipe.data.vocab_size, 1)
-    parameters = parameter_counts(recipe, recipe.data.vocab_size)["total"] / t
+    parameters = _parameters(recipe)
+    stages = recipe.parallel.pipeline
     products = 6 * (matrix_parameters(recipe) + vocabulary * m.hidden) * tokens / t
     rate = PRODUCT_SHARE * m.hidden / (m.hidden + NARROW) * gpu.tflops * 1e12
     attention = 7 * recipe.data.context * m.heads * m.dim * m.layers * tokens / t  # forward 2, backward 5, causal
@@ -171,10 +191,15 @@ def _step_parts(recipe: Recipe, gpu: Spec, plan: budget.Plan, dp: int) -> dict[s
         "loss": LOGIT_TRAFFIC[fused] * vocabulary / t * tokens / bandwidth,
         "optimizer": (OPTIMIZER_BYTES + ACCUMULATE_BYTES * plan.accumulation) * parameters / bandwidth,
     }
+    if stages > 1:
+        together = math.fsum(parts[part] for part in ("matrix products", "attention", "element-wise", "loss"))
+        for part in ("matrix products", "attention", "element-wise", "loss"):
+            parts[part] /= stages
+        parts["waiting for other stages"] = together / stages * (stages - 1) / plan.accumulation
     if dp > 1:
         parts["gradients over ranks"] = 2 * (dp - 1) / dp * 4 * parameters / NVLINK
     if t > 1:
-        parts["activations over ranks"] = 4 * m.layers * 2 * (t - 1) / t * 2 * m.hidden * tokens / NVLINK
+        parts["activations over ranks"] = 4 * m.layers / stages * 2 * (t - 1) / t * 2 * m.hidden * tokens / NVLINK
     return parts
 
 

@@ -145,9 +145,7 @@ def setup(experiment: dict[str, Any], runs: list[Run], leave_out: Collection[str
         said = {
             "machine": meta.get("machine"),
             "device": meta.get("device"),
-            "ranks": f"{meta['world_size']} (tensor {meta['tensor']})"
-            if {"world_size", "tensor"} <= meta.keys()
-            else None,
+            "ranks": f"{meta['world_size']} ({meta['layout']})" if {"world_size", "layout"} <= meta.keys() else None,
             "attention ran on": meta.get("backend"),
             "precision": meta.get("precision"),
             "parameters": ", ".join(f"{number:,} {kind.replace('_', '-')}" for kind, number in parameters.items())

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn.functional import silu
 
 from sagebwd.megatron.fusion import fused_cross_entropy, fused_rope
 from sagebwd.megatron.spec import block_spec
+from sagebwd.megatron.stages import pass_over
 from sagebwd.training.recipe import Recipe
 from sagebwd.training.size import padded_vocab_size
 
@@ -21,12 +23,15 @@ from sagebwd.training.size import padded_vocab_size
 class PaddedVocabGPT(GPTModel):
     """GPTModel whose padded vocabulary entries are never predicted, and so never change the loss.
 
-    fused: RoPE and, without tensor parallelism, the cross-entropy are compiled (see `fusion`).
+    fused: RoPE and, without tensor parallelism, the cross-entropy are compiled (see `fusion`). first_layer: the number,
+    from 0, of this pipeline stage's first layer.
     """
 
-    def __init__(self, *, true_vocab_size: int, vocab_size: int, fused: bool, **megatron: Any) -> None:
+    def __init__(
+        self, *, true_vocab_size: int, vocab_size: int, fused: bool, first_layer: int, **megatron: Any
+    ) -> None:
         super().__init__(vocab_size=vocab_size, **megatron)
-        self.fused = fused
+        self.fused, self.first_layer = fused, first_layer
         local = vocab_size // self.config.tensor_model_parallel_size
         self.valid_logits = min(max(true_vocab_size - self.pg_collection.tp.rank() * local, 0), local)
 
@@ -86,6 +91,8 @@ def transformer_config(recipe: Recipe, dtype: torch.dtype) -> TransformerConfig:
         init_method_std=model.init_std,  # the projections back into the residual stream: divided by sqrt(2 layers)
         tensor_model_parallel_size=recipe.parallel.tensor,
         sequence_parallel=recipe.parallel.sequence,
+        pipeline_model_parallel_size=recipe.parallel.pipeline,
+        deallocate_pipeline_outputs=True,  # what was sent on is kept for its place in the graph alone
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -106,23 +113,33 @@ def transformer_config(recipe: Recipe, dtype: torch.dtype) -> TransformerConfig:
 
 
 def build_model(recipe: Recipe, vocab_size: int, dtype: torch.dtype) -> PaddedVocabGPT:
-    """The recipe's model on the CPU, this tensor-parallel rank's part of it.
+    """The recipe's model on the CPU, this rank's part of it: its share of each matrix, its pipeline stage's layers.
 
     vocab_size: the tokenizer's, before padding. Its weights depend on torch's CPU generator alone: seed it first.
     forward(tokens, position_ids, attention_mask=None, labels=labels), each [batch, context] int64, returns the loss of
-    every token, [batch, context] FP32. With packed_seq_params (see `documents`) each is [1, batch * context], and
-    position_ids restart with each document; without, they are not read. Element-wise operations are fused where
-    train.fusion is "on"; "auto" has to be resolved before (training.train).
+    every token, [batch, context] FP32; of a stage before the last, the hidden states [context, batch, hidden]. With
+    packed_seq_params (see `documents`) each is [1, batch * context], and position_ids restart with each document;
+    without, they are not read. Element-wise operations are fused where train.fusion is "on"; "auto" has to be resolved
+    before (training.train).
     """
-    fused = recipe.train.fusion == "on"
+    fused, model = recipe.train.fusion == "on", recipe.model
+    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), recipe.parallel.pipeline
+    config, padded = transformer_config(recipe, dtype), padded_vocab_size(vocab_size, recipe.parallel.tensor)
+    layers = model.layers // stages
+    spec = block_spec(model, recipe.attention, layers=layers, fused=fused)
+    if stage:
+        pass_over(config, spec, stage * layers, padded, recipe.data.context)
     return PaddedVocabGPT(
         true_vocab_size=vocab_size,
-        vocab_size=padded_vocab_size(vocab_size, recipe.parallel.tensor),
-        config=transformer_config(recipe, dtype),
+        vocab_size=padded,
+        config=config,
         fused=fused,
-        transformer_layer_spec=block_spec(recipe.model, recipe.attention, fused=fused),
+        first_layer=stage * layers,
+        transformer_layer_spec=spec,
         max_sequence_length=recipe.data.context,
-        share_embeddings_and_output_weights=recipe.model.tied_embeddings,
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
+        share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=recipe.model.rope_base,
+        rotary_base=model.rope_base,
     )

@@ -12,8 +12,13 @@ from sagebwd.megatron.norm import RMSNorm
 from sagebwd.training import recipe
 
 
-def block_spec(model: recipe.Model, attention: recipe.Attention, *, fused: bool) -> TransformerBlockSubmodules:
-    """The transformer block of a recipe: the same for every arm but for the core attention. fused: compiled norms."""
+def block_spec(
+    model: recipe.Model, attention: recipe.Attention, *, layers: int, fused: bool
+) -> TransformerBlockSubmodules:
+    """The transformer block of a recipe: the same for every arm but for the core attention.
+
+    layers: of this pipeline stage. fused: compiled norms.
+    """
     norm = FusedRMSNorm if fused else RMSNorm
     if attention.kind == "sagebwd":
         core = ModuleSpec(module=SageBwdCoreAttention, params={"quant": attention.quant.config()})
@@ -27,4 +32,4 @@ def block_spec(model: recipe.Model, attention: recipe.Attention, *, fused: bool)
     if model.qk_norm:
         inner.q_layernorm = norm
         inner.k_layernorm = norm
-    return TransformerBlockSubmodules(layer_specs=[layer] * model.layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)

@@ -22,6 +22,7 @@ from sagebwd.tokenizer import Prepared
 from sagebwd.training import metrics, stored, world
 from sagebwd.training.checkpoint import Manifest
 from sagebwd.training.data import validation_batches
+from sagebwd.training.recipe import Parallel
 from sagebwd.training.train import resolve_dtype
 
 
@@ -65,7 +66,7 @@ class TrainedModel:
 @contextlib.contextmanager
 def trained_model(manifest: Manifest, prepared: Prepared, sequences: int) -> Iterator[TrainedModel]:
     """The model of a whole checkpoint, on the GPU if there is one, else on the CPU, in the precision that it was
-    trained in; all of it here, whatever the tensor-parallel size was.
+    trained in; all of it here, whatever the layout was.
 
     Raises UserError: fewer sequences to be had, a precision that cannot be.
     """
@@ -80,7 +81,7 @@ def trained_model(manifest: Manifest, prepared: Prepared, sequences: int) -> Ite
         raise UserError(f"--sequences is {sequences}, but the validation split holds {available}: lower it")
     alone = recipe.model_copy(
         update={
-            "parallel": recipe.parallel.model_copy(update={"tensor": 1}),
+            "parallel": Parallel(),
             "train": recipe.train.model_copy(update={"micro_batch": 1}),
             "evaluation": recipe.evaluation.model_copy(update={"tokens": sequences * recipe.data.context}),
         }

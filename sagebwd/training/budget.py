@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sagebwd.errors import UserError
@@ -29,16 +30,28 @@ class Plan:
 
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
     """Ranks that see different samples, of `world_size`. Raises UserError: a layout that cannot be, with the remedy."""
-    parallel = recipe.parallel
-    tensor = parallel.tensor
-    if world_size % tensor:
+    sizes = {"parallel.tensor": recipe.parallel.tensor, "parallel.pipeline": recipe.parallel.pipeline}
+    used = {key: size for key, size in sizes.items() if size > 1}
+    together = math.prod(used.values())
+    if world_size % together:
+        said = " * ".join(used)
         raise UserError(
-            f"parallel.tensor is {tensor}, but {world_size} rank(s) are no multiple of it: "
-            f"start a multiple of {tensor} ranks (--nproc), or lower parallel.tensor"
+            f"{said} is {together}, but {world_size} rank(s) are no multiple of it: "
+            f"start a multiple of {together} ranks (--nproc), or lower {' or '.join(used)}"
         )
     _check_tensor(recipe)
     _check_sequence(recipe)
-    return world_size // tensor
+    _check_pipeline(recipe)
+    return world_size // together
+
+
+def layout(recipe: Recipe, world_size: int) -> str:
+    """Of ranks that data_parallel_size accepts, in words: "tensor 2 x data 4", and what is shared besides."""
+    parallel, data = recipe.parallel, data_parallel_size(recipe, world_size)
+    sizes = [f"tensor {parallel.tensor}{' (and sequence)' if parallel.sequence else ''}"]
+    sizes += [f"pipeline {parallel.pipeline}"] if parallel.pipeline > 1 else []
+    sizes += [f"data {data}{' (sharing the optimizer)' if parallel.distributed_optimizer and data > 1 else ''}"]
+    return " x ".join(sizes)
 
 
 def _check_tensor(recipe: Recipe) -> None:
@@ -68,6 +81,16 @@ def _check_sequence(recipe: Recipe) -> None:
             f"parallel.sequence is true, but data.context is {context}, no multiple of parallel.tensor "
             f"{parallel.tensor}: set data.context to {_nearest(context, parallel.tensor)}, or parallel.sequence to "
             "false"
+        )
+
+
+def _check_pipeline(recipe: Recipe) -> None:
+    """Every stage has as many layers."""
+    pipeline, layers = recipe.parallel.pipeline, recipe.model.layers
+    if layers % pipeline:
+        raise UserError(
+            f"parallel.pipeline is {pipeline}, but model.layers is {layers}, no multiple of it: set parallel.pipeline "
+            f"to {_divisor_below(layers, pipeline)}, or model.layers to {_nearest(layers, pipeline)}"
         )
 
 

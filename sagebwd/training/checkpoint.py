@@ -1,6 +1,6 @@
 """Checkpoints on disk: written beside and renamed, sealed by checksums, read without running anything from them.
 
-    <arm>/checkpoints/step_00000100/tp_00.safetensors ...  that tensor-parallel rank's tensors (see stored.py)
+    <arm>/checkpoints/step_00000100/tp_00.safetensors ...  the tensors of a rank (see stored.py)
                                    /manifest.json          position, recipe, data, layout, sizes and SHA-256
                      /latest                               the newest one's name and its manifest's SHA-256, last
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+from torch.nn import Parameter
 
 from sagebwd.training import recipe
 from sagebwd.training.budget import Plan
@@ -18,7 +21,10 @@ from sagebwd.training.budget import Plan
 def build_optimizer(
     settings: recipe.Optimizer, model: DistributedDataParallel, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """AdamW with FP32 master weights. 1-D parameters (the norms' gains) have no weight decay: Megatron's default."""
+    """AdamW with FP32 master weights. 1-D parameters (the norms' gains) have no weight decay: Megatron's default.
+
+    As `model` was wrapped, every data-parallel rank has all of it, or its part (use_distributed_optimizer).
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -30,8 +36,7 @@ def build_optimizer(
         clip_grad=settings.clip,  # the norm is computed in any case; 0 never scales
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        # Its checkpoints do not load without Apex or Transformer Engine (megatron-core 0.16.1, 0.19.2)
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
     )
     return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
 
@@ -54,6 +59,28 @@ def build_schedule(settings: recipe.Optimizer, optimizer: Any, plan: Plan) -> Op
     )
 
 
+def parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+    """The optimizers that Megatron chains, each with a torch optimizer of its own in `.optimizer`."""
+    yield from getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def main_parameter(optimizer: MegatronOptimizer, parameter: Parameter) -> tuple[Tensor, slice] | None:
+    """What the optimizer updates in place of a model's parameter: FP32, and which part of it, flat, that is. None: the
+    part is empty, which happens where data-parallel ranks share the optimizer.
+
+    A part is of one dimension; all of it, as without sharing, has the parameter's own shape.
+    """
+    for part in parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            if parameter in part.model_param_group_index_map:
+                group, place = part.model_param_group_index_map[parameter]
+                mine = part._get_model_param_range_map(parameter)["param"]
+                return part.optimizer.param_groups[group]["params"][place], slice(mine.start, mine.end)
+        else:
+            return getattr(parameter, "main_param", parameter), slice(None)
+    return None
+
+
 def update(optimizer: MegatronOptimizer, wanted: Callable[[float], bool]) -> float:
     """Megatron's optimizer step, with a veto before anything changes: returns the gradient norm before clipping.
 
@@ -63,7 +90,7 @@ def update(optimizer: MegatronOptimizer, wanted: Callable[[float], bool]) -> flo
     optimizer.prepare_grads()
     norm = optimizer.get_grad_norm()
     if wanted(float(norm)):
-        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for each in parts(optimizer):
             if each.config.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(each.get_parameters(), each.config.clip_grad, norm)
         optimizer.step_with_ready_grads()

@@ -171,9 +171,18 @@ class Health(Section):
 class Parallel(Section):
     """Which GPUs share what. Changes a result by no more than the order of sums."""
 
-    tensor: Positive = Field(1, description="GPUs that share each matrix; the data-parallel size is ranks / tensor")
+    tensor: Positive = Field(
+        1, description="GPUs that share each matrix; the data-parallel size is ranks / (tensor * pipeline)"
+    )
     sequence: bool = Field(
         False, description="what lies between the matrices is shared too, by tokens: less memory; needs tensor > 1"
+    )
+    pipeline: Positive = Field(1, description="stages that the layers are cut into, each with GPUs of its own")
+    distributed_optimizer: bool = Field(
+        False, description="data-parallel ranks share AdamW's moments and the FP32 weights instead of each holding all"
+    )
+    overlap_grad_reduce: bool = Field(
+        True, description="gradients are summed over the data-parallel ranks while the backward pass goes on"
     )
 
 

@@ -4,73 +4,111 @@
     exp_avg/<parameter> ...  AdamW's moments
     rng/...                  random states
 
-Each tensor-parallel rank has its shard under the same names, in a file of its own.
+Parameters have the names of a model that no pipeline cuts. Each tensor-parallel rank has its shard under the same
+names, in a file of its own, and each pipeline stage its layers. Where the data-parallel ranks share out a shard among
+them, each has a file, with a part of the shard, flattened, under <name>@<its first element>.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
+from sagebwd.megatron.stages import whole_name
 from sagebwd.training.checkpoint import Manifest
 from sagebwd.training.world import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FILE = re.compile(r"tp_(\d+)(?:_pp_(\d+))?(?:_dp_(\d+))?\.safetensors")
 
 
-def file_name(tensor_rank: int) -> str:
-    return f"tp_{tensor_rank:02d}.safetensors"
+def file_name(tensor_rank: int, data_rank: int | None = None, stage: int | None = None) -> str:
+    """data_rank: of a rank that holds only its part of the shard. stage: where a pipeline cuts the model."""
+    stages = "" if stage is None else f"_pp_{stage:02d}"
+    part = "" if data_rank is None else f"_dp_{data_rank:04d}"
+    return f"tp_{tensor_rank:02d}{stages}{part}.safetensors"
+
+
+def part_name(name: str, start: int) -> str:
+    return f"{name}@{start}"
+
+
+def shape(parameter: Parameter) -> torch.Size:
+    """Of the whole parameter, also where ZeRO-3 has taken it apart."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 class Stored:
     """A whole checkpoint, open for reading by one rank."""
 
-    def __init__(self, files: list, here: World) -> None:
-        """files: of each tensor-parallel rank that wrote, opened by safetensors."""
-        self.files, self.here = files, here
+    def __init__(self, files: dict[str, Any], here: World) -> None:
+        """files: by name, opened by safetensors."""
+        self.here = here
+        of_rank = {name: tuple(int(number or 0) for number in FILE.fullmatch(name).groups()) for name in sorted(files)}
+        self.tensor_size, self.stages = (1 + max(rank[at] for rank in of_rank.values()) for at in (0, 1))
+        self.random: dict[tuple[int, int], Any] = {}  # (tensor-parallel rank, stage) -> the first file
+        # tensor-parallel rank -> name -> where it is: (first element, file, key)
+        self.places: list[dict[str, list[tuple[int, Any, str]]]] = [defaultdict(list) for _ in range(self.tensor_size)]
+        for file_name, (rank, stage, _) in of_rank.items():
+            file = files[file_name]
+            self.random.setdefault((rank, stage), file)
+            for key in file.keys():  # noqa: SIM118
+                name, _, start = key.partition("@")
+                self.places[rank][name].append((int(start or 0), file, key))
 
     def mine(self, kind: str, name: str, parameter: Parameter) -> Tensor:
-        """This tensor-parallel rank's shard, on the parameter's device, whatever the size that wrote it.
+        """This tensor-parallel rank's shard, on the parameter's device, whatever the layout that wrote it.
 
-        kind: weight, or one of MOMENTS.
+        kind: weight, or one of MOMENTS. name: in the whole model (see `stages`).
         """
-        key = f"{kind}/{name}"
+        key, like = f"{kind}/{name}", shape(parameter)
         if not getattr(parameter, "tensor_model_parallel", False):
-            shard = self.files[0].get_tensor(key)
-        elif len(self.files) == self.here.tensor_size:
-            shard = self.files[self.here.tensor_rank].get_tensor(key)
+            shard = self._shard(0, key, like)
+        elif self.tensor_size == self.here.tensor_size:
+            shard = self._shard(self.here.tensor_rank, key, like)
         else:
-            layout = (parameter.partition_dim, parameter.partition_stride)
-            whole = merge([file.get_tensor(key) for file in self.files], *layout)
-            shard = cut(whole, self.here.tensor_rank, self.here.tensor_size, *layout)
+            dim, stride = parameter.partition_dim, parameter.partition_stride
+            like = [-1 if index == dim else length for index, length in enumerate(like)]
+            whole = merge([self._shard(rank, key, like) for rank in range(self.tensor_size)], dim, stride)
+            shard = cut(whole, self.here.tensor_rank, self.here.tensor_size, dim, stride)
         return shard.to(parameter.device)
 
     def random_states(self) -> dict[str, Tensor]:
-        """By name without the prefix; none at another tensor-parallel size, since they are a rank's own."""
-        if len(self.files) != self.here.tensor_size:
+        """By name without the prefix; none with other tensor-parallel ranks or stages, since they are a rank's own."""
+        if (self.tensor_size, self.stages) != (self.here.tensor_size, self.here.stages):
             return {}
-        file = self.files[self.here.tensor_rank]
+        file = self.random[self.here.tensor_rank, self.here.stage]
         return {key.removeprefix("rng/"): file.get_tensor(key) for key in file.keys() if key.startswith("rng/")}  # noqa: SIM118
+
+    def _shard(self, rank: int, name: str, like: list[int] | torch.Size) -> Tensor:
+        places = sorted(self.places[rank][name], key=lambda place: place[0])
+        parts = [file.get_tensor(key) for _, file, key in places]
+        return parts[0] if places[0][2] == name else torch.cat(parts).view(like)
 
 
 @contextmanager
 def opened(manifest: Manifest, here: World) -> Iterator[Stored]:
     """A checkpoint that is whole (checkpoint.verify)."""
     with ExitStack() as stack:
-        paths = [manifest.folder / file_name(rank) for rank in range(manifest.tensor)]
-        yield Stored([stack.enter_context(safe_open(path, framework="pt")) for path in paths], here)
+        names = [name for name in manifest.files if FILE.fullmatch(name)]
+        files = {name: stack.enter_context(safe_open(manifest.folder / name, framework="pt")) for name in names}
+        yield Stored(files, here)
 
 
 def restore_weights(manifest: Manifest, model: torch.nn.Module, here: World) -> None:
     """Put a whole checkpoint's weights alone into a freshly built model, or one in Megatron's Float16Module."""
+    inner = getattr(model, "module", model)
     with opened(manifest, here) as stored, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(stored.mine("weight", name.removeprefix("module."), parameter))
+        for name, parameter in inner.named_parameters():
+            parameter.copy_(stored.mine("weight", whole_name(inner, name), parameter))
 
 
 def merge(shards: list[Tensor], dim: int, stride: int) -> Tensor:

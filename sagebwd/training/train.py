@@ -73,7 +73,12 @@ def run(recipe: Recipe, arm: str, folder: Path, prepared: Prepared) -> End:
     minutes = recipe.health.hang_minutes
     with (
         determinism.active(recipe.train.deterministic),
-        world.join(recipe.parallel.tensor, recipe.seed, minutes + 1) as here,  # the watchdog is first, and says more
+        world.join(
+            recipe.parallel.tensor,
+            recipe.seed,
+            minutes + 1,  # the watchdog is first, and says more
+            pipeline=recipe.parallel.pipeline,
+        ) as here,
         contextlib.ExitStack() as stack,
     ):
         folder.mkdir(parents=True, exist_ok=True)
@@ -251,9 +256,8 @@ class _Arm:
         self._say(
             f"arm {self.arm}: {counts['total'] / 1e6:.2f}M parameters ({counts['non_embedding'] / 1e6:.2f}M without "
             f"embeddings), {self.recipe.train.precision}, {self.plan.steps} steps of "
-            f"{self.recipe.train.tokens_per_step:,} tokens, tensor {self.here.tensor_size} x "
-            f"data {self.here.data_size} on {self.here.device.type}"
-            + (f", going on after step {start}" if start else "")
+            f"{self.recipe.train.tokens_per_step:,} tokens, {budget.layout(self.recipe, self.here.size)} "
+            f"on {self.here.device.type}" + (f", going on after step {start}" if start else "")
         )
         self._say(f"arm {self.arm}: {cost.describe(self.here.device)}")
         if self.here.first:
@@ -261,7 +265,7 @@ class _Arm:
                 "arm": self.arm,
                 **metrics.environment(self.here.device),
                 "world_size": self.here.size,
-                "tensor": self.here.tensor_size,
+                "layout": budget.layout(self.recipe, self.here.size),
                 "precision": self.recipe.train.precision,
                 "parameters": counts,
                 "fusion": self.recipe.train.fusion,

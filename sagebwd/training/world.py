@@ -43,6 +43,11 @@ class World:
         return self.rank == 0
 
     @property
+    def replica(self) -> int:
+        """This process's place among those that hold the same weights, and sum their gradients."""
+        return self.data_rank * self.context_size + self.context_rank
+
+    @property
     def last_stage(self) -> bool:
         """Whether this process computes losses."""
         return self.stage == self.stages - 1
@@ -84,11 +89,10 @@ def join(
     if tensor > 1 or context > 1:
         # one hardware queue: a collective issued before a product that hides it then also starts before it
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
+    device = own_device()
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    with cpu_compat.active(), _process_group(device, timedelta(minutes=timeout_minutes)):
+    with cpu_compat.active(), process_group(device, timedelta(minutes=timeout_minutes)):
         try:
             # gloo groups beside NCCL's serve optimizers and checkpoints that are not used here
             parallel_state.initialize_model_parallel(
@@ -119,8 +123,15 @@ def join(
             parallel_state.destroy_model_parallel()
 
 
+def own_device() -> torch.device:
+    """The GPU of LOCAL_RANK, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
 @contextlib.contextmanager
-def _process_group(device: torch.device, timeout: timedelta) -> Iterator[None]:
+def process_group(device: torch.device, timeout: timedelta) -> Iterator[None]:
     """torch.distributed's default group, unless the caller has made one: torchrun's store serves one only."""
     if distributed.is_initialized():
         yield

@@ -3,7 +3,7 @@
 import pytest
 
 from sagebwd.errors import UserError
-from sagebwd.training.budget import Plan, data_parallel_size, plan
+from sagebwd.training.budget import Plan, data_parallel_size, layout, plan
 from sagebwd.training.recipe import Recipe
 
 
@@ -69,6 +69,31 @@ def test_sequences_that_cannot_be_shared(parallel: dict, context: int, complaint
         data_parallel_size(recipe(parallel=parallel, data={"context": context}), 2)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "layers", "world", "complaint"),
+    [
+        ({"pipeline": 3}, 4, 3, "parallel.pipeline is 3, but model.layers is 4, .* to 2, or model.layers to 3 or 6"),
+        ({"pipeline": 8}, 4, 8, "parallel.pipeline is 8, but model.layers is 4, .* to 4, or model.layers to 8"),
+        (
+            {"pipeline": 2, "tensor": 2},
+            4,
+            6,
+            r"parallel.tensor \* parallel.pipeline is 4, but 6 rank\(s\) .* start a multiple of 4 ranks .*, or lower",
+        ),
+    ],
+)
+def test_pipelines_that_cannot_be(parallel: dict, layers: int, world: int, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        data_parallel_size(recipe(model={"layers": layers}, parallel=parallel), world)
+
+
+def test_a_layout_in_words() -> None:
+    parallel = {"tensor": 2, "sequence": True, "pipeline": 2, "distributed_optimizer": True}
+    said = "tensor 2 (and sequence) x pipeline 2 x data 2 (sharing the optimizer)"
+    assert layout(recipe(parallel=parallel), 8) == said
+    assert layout(recipe(), 3) == "tensor 1 x data 3"
+
+
 def test_a_vocabulary_that_does_not_divide() -> None:
     with pytest.raises(UserError, match=r"parallel.tensor 3 does not divide the padded vocabulary of 4096"):
         data_parallel_size(recipe(model={"heads": 3, "hidden": 24}, parallel={"tensor": 3}), 3)
@@ -76,3 +101,4 @@ def test_a_vocabulary_that_does_not_divide() -> None:
 
 def test_data_parallel_size() -> None:
     assert data_parallel_size(recipe(parallel={"tensor": 2}), 8) == 4
+    assert data_parallel_size(recipe(parallel={"tensor": 2, "pipeline": 2}), 8) == 2

@@ -14,26 +14,35 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sagebwd.megatron.model import build_model
+from sagebwd.megatron.stages import whole_name
 from sagebwd.training import gradients
 from sagebwd.training.budget import Plan
 from sagebwd.training.engine import Batch, Engine, losses
-from sagebwd.training.optimizer import build_optimizer, build_schedule, update
+from sagebwd.training.optimizer import build_optimizer, build_schedule, main_parameter, parts, update
 from sagebwd.training.recipe import Recipe
-from sagebwd.training.stored import MOMENTS, Stored, file_name
+from sagebwd.training.stored import MOMENTS, Stored, file_name, part_name
 from sagebwd.training.world import World
 
 
 class MegatronEngine(Engine):
     def __init__(self, recipe: Recipe, vocab_size: int, dtype: torch.dtype, here: World, plan: Plan) -> None:
         self.recipe, self.dtype, self.here, self.accumulation = recipe, dtype, here, plan.accumulation
+        replicas = here.data_size * here.context_size
+        self.sharded = recipe.parallel.distributed_optimizer and replicas > 1
         model = build_model(recipe, vocab_size, dtype)
         config = model.config
         self.megatron = model
         if dtype is torch.bfloat16:
             model = Float16Module(config, model)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)  # FP32 sums, whatever the weights' dtype
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,  # FP32 sums, whatever the weights' dtype
+            overlap_grad_reduce=recipe.parallel.overlap_grad_reduce and replicas > 1,
+            use_distributed_optimizer=self.sharded,
+        )
         self.model = DistributedDataParallel(config, ddp, model.to(here.device))
         self.model.broadcast_params()
+        if ddp.overlap_grad_reduce:
+            config.no_sync_func = self.model.no_sync  # but for a step's last micro-batch
         config.finalize_model_grads_func = gradients.finalize
         self.forward_backward = get_forward_backward_func()
 
@@ -44,31 +53,20 @@ class MegatronEngine(Engine):
     def gradients(self, batches: Iterator[Batch]) -> Tensor:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        of_each = self.forward_backward(
-            forward_step_func=self._forward,
-            data_iterator=batches,
-            model=[self.model],
-            num_microbatches=self.accumulation,
-            seq_length=self.recipe.data.context,
-            micro_batch_size=self.recipe.train.micro_batch,
-        )
-        return torch.stack(of_each).sum(0)
+        return self._run(batches, self.accumulation, self.recipe.train.micro_batch)
 
     def update(self, wanted: Callable[[float], bool]) -> float:
         self.schedule.step(1)
         return update(self.optimizer, wanted)
 
     def loss(self, batch: Batch) -> Tensor:
-        of_each, mask = self._losses(self.model, batch)
-        return losses.sums(mask, of_each)[2]
+        return self._run(iter([batch]), 1, len(batch["tokens"]), forward_only=True)
 
     def evaluating(self, on: bool) -> None:
         self.model.train(not on)
 
     def rehearse(self, batch: Batch) -> None:
-        of_each, mask = self._losses(self.model, batch)
-        with self.model.no_sync():  # gradients are not summed over the ranks
-            losses.sums(mask, of_each)[0].backward()
+        self._run(iter([batch]), 1, len(batch["tokens"]))
         self.model.zero_grad_buffer()
 
     @property
@@ -88,12 +86,20 @@ class MegatronEngine(Engine):
 
     @property
     def shard(self) -> str | None:
-        return None if self.here.data_rank else file_name(self.here.tensor_rank)
+        if self.here.replica and not self.sharded:
+            return None
+        stage = self.here.stage if self.here.stages > 1 else None
+        return file_name(self.here.tensor_rank, self.here.replica if self.sharded else None, stage)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         moments = {parameter: found for optimizer in self._inner() for parameter, found in optimizer.state.items()}
-        for name, parameter in self.megatron.named_parameters():
-            main = getattr(parameter, "main_param", parameter)
+        for name, parameter in self._parameters():
+            part = main_parameter(self.optimizer, parameter)
+            if part is None or getattr(parameter, "shared", False):  # the last stage's copy of a tied embedding
+                continue
+            main, mine = part
+            if self.sharded:
+                name = part_name(name, mine.start)
             yield f"weight/{name}", main.detach()
             if main in moments:
                 for kind in MOMENTS:
@@ -101,16 +107,50 @@ class MegatronEngine(Engine):
 
     @torch.no_grad()
     def load(self, stored: Stored, updates: int) -> None:
-        moments: dict[Parameter, dict[str, Tensor]] = {}
-        for name, parameter in self.megatron.named_parameters():
-            main = getattr(parameter, "main_param", parameter)
-            main.copy_(stored.mine("weight", name, parameter))
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+        for name, parameter in self._parameters():
+            part = main_parameter(self.optimizer, parameter)
+            if part is None:
+                continue
+            main, mine = part
+
+            def read(kind: str, name: str = name, of: Parameter = parameter, mine: slice = mine) -> Tensor:
+                shard = stored.mine(kind, name, of)
+                return shard.flatten()[mine] if self.sharded else shard
+
+            main.copy_(read("weight"))
             if main is not parameter:
-                parameter.copy_(main)
+                (parameter.view(-1)[mine] if self.sharded else parameter).copy_(main)
             if updates:
-                moments[main] = {kind: stored.mine(kind, name, parameter) for kind in MOMENTS}
+                moments[main] = {kind: read(kind) for kind in MOMENTS}
         for optimizer in self._inner():
             _load_moments(optimizer, moments, updates)
+        if self.sharded:  # every rank has put in its part of the weights
+            self.model.start_param_sync(force_sync=True)
+
+    def _parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """This rank's, by their names in a model that no pipeline cuts."""
+        for name, parameter in self.megatron.named_parameters():
+            yield whole_name(self.megatron, name), parameter
+
+    def _run(self, batches: Iterator[Batch], number: int, sequences: int, *, forward_only: bool = False) -> Tensor:
+        """Megatron's schedule over `number` micro-batches of `sequences`: their losses' sum and tokens, 0 on a rank
+        that computes no losses."""
+        context = self.recipe.data.context
+        # Between stages hidden states are [tokens, sequences, hidden]; packed documents lie in one row
+        shape = (context * sequences, 1) if self.recipe.data.pack else (context, sequences)
+        of_each = self.forward_backward(
+            forward_step_func=self._forward,
+            data_iterator=batches,
+            model=[self.model],
+            num_microbatches=number,
+            seq_length=shape[0],
+            micro_batch_size=shape[1],
+            forward_only=forward_only,
+        )
+        if not self.here.last_stage:
+            return torch.zeros(2, dtype=torch.float64, device=self.here.device)
+        return torch.stack(of_each).sum(0)
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         of_each, mask = self._losses(model, next(batches))
@@ -121,11 +161,11 @@ class MegatronEngine(Engine):
 
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
         """The torch optimizers inside Megatron's."""
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            yield optimizer.optimizer
+        for part in parts(self.optimizer):
+            yield part.optimizer
 
 
-def _load_moments(optimizer: torch.optim.Optimizer, moments: dict[Parameter, dict[str, Tensor]], step: int) -> None:
+def _load_moments(optimizer: torch.optim.Optimizer, moments: dict[Tensor, dict[str, Tensor]], step: int) -> None:
     content = optimizer.state_dict()
     content["state"] = {}
     if step:

@@ -1,0 +1,65 @@
+"""Starts `program` on a number of ranks of this machine: layouts that need as many share one start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from sagebwd.tokenizer import Prepared
+from sagebwd.training.recipe import Data, Recipe
+from tests.distributed.layouts import Layout
+from tests.training.runs import changed, tiny_recipe
+
+STEPS, SEQUENCES = 20, 128
+ROOT = Path(__file__).parents[2]
+# What the kernels take, and large enough for all GPUs to have something to do
+ON_GPU = {
+    "model": {"layers": 4, "hidden": 512, "ffn": 1536, "heads": 8, "kv_heads": 4},
+    "evaluation": {"tokens": 65_536, "every_steps": STEPS},
+    "train": {"precision": "bf16"},
+}
+
+
+def recipe(data: Data, layout: Layout, arm: str, *, gpu: bool = False) -> Recipe:
+    """STEPS steps of SEQUENCES sequences, 32 a micro-batch unless the layout says otherwise."""
+    kind, _, pack = arm.partition("-")
+    data = data.model_copy(update={"pack": bool(pack)})
+    # What differs in the last bit can round to another integer of 8: noise of some 1e-6 in SageBwd's loss over so many
+    # tokens, and more over fewer. It does not grow from step to step.
+    base = tiny_recipe(data, kind, steps=STEPS, tokens_per_step=SEQUENCES * data.context, micro_batch=32)
+    if gpu:
+        base = changed(base, ON_GPU)
+    return changed(base, {"parallel": layout.parallel, "train": layout.train})
+
+
+def launch(
+    prepared: Prepared,
+    runs: Path,
+    wanted: dict[Path, Recipe],
+    *,
+    ranks: int,
+    gpu: bool = False,
+    link: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Train recipes one after another, each into its folder in `runs`. On CPUs, also where there is a GPU, unless gpu:
+    in FP32 then. link: a file for how fast the ranks sum."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with tempfile.TemporaryDirectory() as recipes:
+        for folder, each in wanted.items():
+            path = Path(recipes) / folder.with_name(f"{folder.name}.json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(each.model_dump_json())
+        arguments = [recipes, str(prepared.folder), str(runs), *([str(link)] if link else [])]
+        return subprocess.run(
+            [*command, "-m", "tests.distributed.program", *arguments],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
