@@ -14,7 +14,7 @@ ifeq ($(origin PY),file)
   READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup test fuzz lint survive compare bench doctor compile-check sanitize tensorboard clean
+.PHONY: help setup test fuzz lint parity survive compare bench doctor compile-check sanitize tensorboard clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -42,6 +42,9 @@ lint: $(READY) ## ruff: lint and format
 
 compare: $(READY) ## compare the runs in RUNS/RECIPE again: make compare RECIPE=small
 	$(PY) -m sagebwd.cli compare $(RUNS)/$(or $(RECIPE),small)
+
+parity: $(READY) ## every layout of ranks against one: two GPUs or more if there are, else CPUs; writes a report
+	OMP_NUM_THREADS=1 $(PY) -m tests.distributed.parity $(ARGS)
 
 survive: $(READY) ## kill, stop, damage and starve training 200 times; docs/survival.md is what came of it
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.survival --kills 200 --table docs/survival.md

@@ -88,6 +88,11 @@ def test_more_of_anything_takes_more() -> None:
     two = forecast(of(parallel={"tensor": 2}), H200, 2)
     assert two.memory.weights == one.memory.weights / 2
     assert two.memory.activations < one.memory.activations
+    staged = forecast(of(parallel={"pipeline": 2}), H200, 2)
+    assert one.memory.weights / 2 < staged.memory.weights < one.memory.weights
+    assert 0 < staged.parts["waiting for other stages"] < staged.step_seconds / 2
+    shared = forecast(of(parallel={"distributed_optimizer": True}), H200, 2)
+    assert shared.memory.optimizer == one.memory.optimizer / 2
     spread = forecast(of(train={"micro_batch": 4}), H200, 8)
     assert one.tokens_per_second < spread.tokens_per_second < 8 * one.tokens_per_second
     with pytest.raises(UserError, match="no multiple of"):
