@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sagebwd.attention.config import QuantConfig
-from sagebwd.kernels.packing import Packed
+from sagebwd.kernels.packing import ROW_PADDING, Packed
 
 LOG2E = math.log2(math.e)
 LOG2_127 = math.log2(127)
@@ -121,22 +121,46 @@ def _logits(saved: Saved, u: int, rows: slice, softmax_scale: float, mask: _Mask
     return s.masked_fill(mask.hidden(row, col), -math.inf)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor,
-    *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, exact: bool = False,
-) -> tuple[Tensor, Saved]:  # fmt: skip
-    """Attention's output, and what the backward needs.
+def key_sums(k: Tensor) -> Tensor:
+    """Sums of k [B, K, N, D] over slots of ROW_PADDING tokens: [B, K, slots, D] FP32 (FP64 for FP64).
 
-    q [B, H, M, D], k and v [B, K, N, D] with H = K G, any floating dtype; computed in FP32 (FP64 for FP64 inputs).
-    window, with causal: how many keys left of its own position a query sees besides that one.
-    Returns o [B, H, M, D] in q's dtype; a query that sees no key gets zeros.
+    Slots first, then the slots: so that who holds some of the slots has the same sums of them as who holds all.
     """
-    c, (m, n) = config, (q.shape[-2], k.shape[-2])
-    mask = _Mask(causal, window, m, n)
+    k = _pad_rows(k.to(torch.float64 if k.dtype == torch.float64 else torch.float32), ROW_PADDING)
+    return _pairwise_sum(_tiles(k, ROW_PADDING)).squeeze(-2)
+
+
+def key_mean(sums: Tensor, n: int) -> Tensor:
+    """The mean of n keys [B, K, 1, D] from `key_sums` of them all."""
+    return _pairwise_sum(sums) / n
+
+
+def _pairwise_sum(x: Tensor) -> Tensor:
+    """The sum over the last dimension but one, kept as size 1: of neighbours, and of these. No layout of x, nor a
+    number of threads, changes its order."""
+    while x.shape[-2] > 1:
+        x = _pad_rows(x, 2)
+        x = x[..., 0::2, :] + x[..., 1::2, :]
+    return x
+
+
+class Operands(NamedTuple):
+    """The forward's INT8 operands: what `Saved` has of Q and K (lse2 without elements), and V."""
+
+    saved: Saved
+    v_hat: Tensor  # [B, K, N', D] integers
+    v_scale: Tensor  # [B, K, U]
+
+
+def operands(
+    q: Tensor, k: Tensor, v: Tensor, *, config: QuantConfig, k_mean: Tensor | None = None, exact: bool = False
+) -> Operands:
+    """q [B, H, M, D], k and v [B, K, N, D] smoothed and rounded. k_mean: of `key_mean`, with smooth_k."""
+    c, m = config, q.shape[-2]
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     k_work = k.to(work)
     if c.smooth_k:
-        k_work = k_work - k_work.mean(-2, keepdim=True)
+        k_work = k_work - k_mean
     k_work = _pad_rows(k_work, c.block_k)
     q_tiles = _tiles(_pad_rows(q.to(work).unflatten(1, (k.shape[1], -1)), c.block_q), c.block_q)
     q_mean = None
@@ -152,13 +176,41 @@ def forward(
     v_hat, v_scale = quantise(_tiles(_pad_rows(v.to(work), c.block_k), c.block_k), (-2, -1), exact=exact)
     saved = Saved(
         q_hat.flatten(-3, -2), q_scale[..., 0, 0], q_mean, k_hat.flatten(-3, -2), k_scale[..., 0, 0],
-        k_work if c.smooth_q else None, torch.empty(0),
+        k_work if c.smooth_q else None, q_hat.new_empty(0),
     )  # fmt: skip
+    return Operands(saved, v_hat.flatten(-3, -2), v_scale[..., 0, 0])
 
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, exact: bool = False,
+) -> tuple[Tensor, Saved]:  # fmt: skip
+    """Attention's output, and what the backward needs.
+
+    q [B, H, M, D], k and v [B, K, N, D] with H = K G, any floating dtype; computed in FP32 (FP64 for FP64 inputs).
+    window, with causal: how many keys left of its own position a query sees besides that one.
+    Returns o [B, H, M, D] in q's dtype; a query that sees no key gets zeros.
+    """
+    m, n = q.shape[-2], k.shape[-2]
+    k_mean = key_mean(key_sums(k), n) if config.smooth_k else None
+    rounded = operands(q, k, v, config=config, k_mean=k_mean, exact=exact)
+    mask = {"m": m, "n": n, "causal": causal, "window": window}
+    out, saved = attend(rounded, softmax_scale=softmax_scale, config=config, exact=exact, **mask)
+    return out.to(q.dtype), saved
+
+
+def attend(
+    rounded: Operands, *, m: int, n: int, causal: bool, softmax_scale: float, config: QuantConfig,
+    window: int | None = None, exact: bool = False,
+) -> tuple[Tensor, Saved]:  # fmt: skip
+    """`forward` of m queries and n keys that are rounded already: o [B, H, M, D] in FP32 (FP64)."""
+    c, mask = config, _Mask(causal, window, m, n)
+    saved = rounded.saved
+    v_hat, v_scale = _tiles(rounded.v_hat, c.block_k), rounded.v_scale[..., None, None]
     out = torch.zeros_like(saved.q_hat)
     total = out.new_zeros(out.shape[:-1])  # l, of the unquantised P~
     peak = torch.full_like(total, -math.inf)  # m
-    for u in range(k_hat.shape[-3]):
+    for u in range(v_hat.shape[-3]):
         rows = mask.rows(u, c)
         s = _logits(saved, u, rows, softmax_scale, mask, c)
         tile_peak = s.amax(-1)
@@ -178,17 +230,18 @@ def forward(
     out = torch.where(total.isnan()[..., None], torch.nan, out)
     blind = (total == 0) | (torch.arange(out.shape[-2], device=out.device) >= m)
     saved = saved._replace(lse2=torch.where(blind, math.inf, peak + torch.log2(total) - LOG2_127))
-    return out[..., :m, :].flatten(1, 2).to(q.dtype), saved
+    return out[..., :m, :].flatten(1, 2), saved
 
 
 def backward(
-    do: Tensor, v: Tensor, o: Tensor, saved: Saved,
+    do: Tensor, v: Tensor, o: Tensor | None, saved: Saved,
     *, causal: bool, softmax_scale: float, config: QuantConfig, n: int, window: int | None = None, exact: bool = False,
-    observer: Observer | None = None,
+    delta: Tensor | None = None, observer: Observer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv) in FP32 (FP64), [B, H, M, D] and [B, K, N, D], from dO [B, H, M, D], v, o and `saved`.
 
-    dP = dO V^T uses dO and V as they came, not their INT8 forms.
+    dP = dO V^T uses dO and V as they came, not their INT8 forms. delta: of `delta_of`, where it is known already; o is
+    then not read.
 
     config.project (GProj, arXiv 2609.34272, for INT8 operands). Softmax's backward has sum_j dS_ij = 0; the rounded
     dS^ has eps_i = sum_j s dS^_ij instead (s the scale of its row or tile): what all keys share leaks into dQ_i, and
@@ -204,26 +257,18 @@ def backward(
     c, m, heads = config, do.shape[-2], v.shape[1]
     mask = _Mask(causal, window, m, n)
     work = saved.q_hat.dtype
+    if delta is None:
+        args = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window}
+        delta = delta_of(do, v, o, saved, n=n, **args)
     do = _pad_rows(do.to(work).unflatten(1, (heads, -1)), c.block_q)
-    o = _pad_rows(o.to(work).unflatten(1, (heads, -1)), c.block_q)
     v = _pad_rows(v.to(work), c.block_k)
     do_hat, do_scale = quantise(_tiles(do, c.block_q), (-2, -1), exact=exact)  # [B, K, G, T, block_q, D], [..., 1, 1]
     q_hat = _tiles(saved.q_hat, c.block_q)
     tiles = v.shape[-2] // c.block_k
 
     def p_and_dp(u: int) -> tuple[slice, Tensor, Tensor]:
-        rows = mask.rows(u, c)
-        s = _logits(saved, u, rows, softmax_scale, mask, c)
-        p = torch.exp2(s - saved.lse2[..., rows, None])
-        return rows, p, do[..., rows, :] @ v[:, :, None, u * c.block_k : (u + 1) * c.block_k].mT
+        return _p_and_dp(u, do, v, saved, softmax_scale, mask, c)
 
-    if c.delta == "stale":
-        delta = (do * o).sum(-1)
-    else:
-        delta = torch.zeros_like(saved.lse2)
-        for u in range(tiles):
-            rows, p, dp = p_and_dp(u)
-            delta[..., rows] += (p * dp).sum(-1)
     if observer:
         observer.delta(delta)
 
@@ -273,6 +318,33 @@ def backward(
     if c.project:
         dq = dq - p_k * _multiple(eps, weight)
     return (dq[..., :m, :] * softmax_scale).flatten(1, 2), dk[..., :n, :], dv[..., :n, :]
+
+
+def delta_of(
+    do: Tensor, v: Tensor, o: Tensor, saved: Saved,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, n: int, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """What `backward` subtracts from a query's dP, [B, K, G, M'], by config.delta; arguments as it takes."""
+    c, m, heads, work = config, do.shape[-2], v.shape[1], saved.q_hat.dtype
+    do = _pad_rows(do.to(work).unflatten(1, (heads, -1)), c.block_q)
+    if c.delta == "stale":
+        return (do * _pad_rows(o.to(work).unflatten(1, (heads, -1)), c.block_q)).sum(-1)
+    v, mask = _pad_rows(v.to(work), c.block_k), _Mask(causal, window, m, n)
+    delta = torch.zeros_like(saved.lse2)
+    for u in range(v.shape[-2] // c.block_k):
+        rows, p, dp = _p_and_dp(u, do, v, saved, softmax_scale, mask, c)
+        delta[..., rows] += (p * dp).sum(-1)
+    return delta
+
+
+def _p_and_dp(
+    u: int, do: Tensor, v: Tensor, saved: Saved, softmax_scale: float, mask: _Mask, c: QuantConfig
+) -> tuple[slice, Tensor, Tensor]:
+    """Key tile u: the queries that see some of it, and P and dP [B, K, G, rows, block_k] of these. do and v: padded."""
+    rows = mask.rows(u, c)
+    s = _logits(saved, u, rows, softmax_scale, mask, c)
+    p = torch.exp2(s - saved.lse2[..., rows, None])
+    return rows, p, do[..., rows, :] @ v[:, :, None, u * c.block_k : (u + 1) * c.block_k].mT
 
 
 def _multiple(eps: Tensor, weight: Tensor) -> Tensor:
