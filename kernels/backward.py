@@ -9,6 +9,7 @@ dS in the query kernel. A scale a row then needs no reduction across warps, and 
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import torch
 import triton
@@ -340,44 +341,78 @@ def backward(
     where a matched delta is written first. do [B, H, M, D] and v [B, K, N, D] in 16 bit serve dP. k_source and k_mean:
     as in `forward`.
     """
-    b, h, m, dim = do.shape
-    kv_heads, n = v.shape[1:3]
-    m_pad, dp = q.rows.shape[1:]
-    n_pad = k.rows.shape[1]
     query_documents, key_documents = (None, None) if documents is None else documents
-    numbers = (h, h // kv_heads, m, n, m_pad, n_pad, window, softmax_scale, softmax_scale * tuning.LOG2E)
-    flags = {"CAUSAL": causal, "PER_ROW": config.granularity == "row", "D": dim, "DP": dp}
-    query = tuning.backward_q(do.device, dp, config)
-
-    def query_kernel(only: str | None = None, rows: int = query.rows) -> None:
-        row_tiles = m_pad // rows
-        _backward_q[(b * h * row_tiles,)](
-            q.rows, q.scale, q.tile_mean, k.rows, k.columns, k.scale, statistics, multiple, do, v, k_source, k_mean,
-            dq, query_documents, *do.stride(), *v.stride(), *k_source.stride(), *dq.stride(), *numbers, row_tiles,
-            DELTA_ONLY=only == "delta", LEAK_ONLY=only == "leak", PROJECT=config.project and only is None,
-            BQ=config.block_q, BM=rows, BN=config.block_k, **flags, num_warps=query.warps, num_stages=query.stages,
-        )  # fmt: skip
-
     multiple = torch.empty_like(statistics[..., 0]) if config.project else None  # lambda of dK
+    options = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window}
+    of_queries = (q, k, statistics, do, v, dq)
+    query_options = options | {"k_source": k_source, "k_mean": k_mean, "documents": query_documents}
     if config.delta == "matched":
-        query_kernel("delta")
+        query_side(*of_queries, only="delta", **query_options)
     if _hopper(do, v, config, causal, window, documents):
         from sagebwd.kernels.hopper import backward as hopper
 
         hopper.backward(q, k, do_quantised, statistics, do, v, dq, dk, dv, causal=causal, softmax_scale=softmax_scale)
         return
-    if config.project:  # dK's left operands share scales down a whole block of queries
-        query_kernel("leak", rows=config.block_q)
+    if config.project:
+        query_side(*of_queries, only="leak", multiple=multiple, **query_options)
+    key_side(
+        q, k, do_quantised, statistics, do, v, dk, dv,
+        k_source=k_source, k_mean=k_mean, documents=key_documents, multiple=multiple, **options,
+    )  # fmt: skip
+    query_side(*of_queries, **query_options)
+
+
+def query_side(
+    q: Quantised, k: Quantised, statistics: Tensor, do: Tensor, v: Tensor, dq: Tensor,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, documents: Tensor | None, window: int | None = None,
+    k_source: Tensor | None = None, k_mean: Tensor | None = None, multiple: Tensor | None = None,
+    only: Literal["delta", "leak"] | None = None,
+) -> None:  # fmt: skip
+    """Writes dq [B, H, M, D]; or `only` the matched delta into `statistics`, or lambda of dK into `multiple`.
+
+    Arguments as `backward` takes; documents: the queries' table. With one, the workspaces and tensors of keys may be
+    longer than those of queries (see `packing.Tables`): only the table says which keys a query sees.
+    """
+    b, h, m, dim = do.shape
+    kv_heads, n = v.shape[1:3]
+    m_pad, dp = q.rows.shape[1:]
+    k_source = v if k_source is None else k_source
+    tune = tuning.backward_q(do.device, dp, config)
+    rows = config.block_q if only == "leak" else tune.rows  # dK's left operands share scales down a block of queries
+    row_tiles = m_pad // rows
+    _backward_q[(b * h * row_tiles,)](
+        q.rows, q.scale, q.tile_mean, k.rows, k.columns, k.scale, statistics, multiple, do, v, k_source, k_mean,
+        dq, documents, *do.stride(), *v.stride(), *k_source.stride(), *dq.stride(),
+        h, h // kv_heads, m, n, m_pad, k.rows.shape[1], window, softmax_scale, softmax_scale * tuning.LOG2E, row_tiles,
+        CAUSAL=causal, PER_ROW=config.granularity == "row",
+        DELTA_ONLY=only == "delta", LEAK_ONLY=only == "leak", PROJECT=config.project and only is None,
+        D=dim, DP=dp, BQ=config.block_q, BM=rows, BN=config.block_k, num_warps=tune.warps, num_stages=tune.stages,
+    )  # fmt: skip
+
+
+def key_side(
+    q: Quantised, k: Quantised, do_quantised: Quantised, statistics: Tensor, do: Tensor, v: Tensor,
+    dk: Tensor, dv: Tensor,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, documents: Tensor | None, window: int | None = None,
+    k_source: Tensor | None = None, k_mean: Tensor | None = None, multiple: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Writes dk and dv [B, K, N, D]. Arguments as `backward` takes; documents: the keys' table, see `query_side`."""
+    b, h, m, dim = do.shape
+    kv_heads, n = v.shape[1:3]
+    m_pad, dp = q.rows.shape[1:]
+    n_pad = k.rows.shape[1]
+    k_source = v if k_source is None else k_source
     for key, for_dk, for_dv in tuning.backward_kv(do.device, dp, config):
         key_tiles = n_pad // key.rows
         _backward_kv[(b * kv_heads * key_tiles,)](
             q.rows, q.columns, q.scale, q.tile_mean, k.rows, k.scale, do_quantised.columns, do_quantised.scale,
-            statistics, multiple, do, v, k_source, k_mean, dk, dv, key_documents,
-            *do.stride(), *v.stride(), *k_source.stride(), *dk.stride(), *dv.stride(), *numbers, key_tiles,
-            BK=config.block_k, BM=config.block_q, BN=key.rows, DK=for_dk, DV=for_dv, **flags,
+            statistics, multiple, do, v, k_source, k_mean, dk, dv, documents,
+            *do.stride(), *v.stride(), *k_source.stride(), *dk.stride(), *dv.stride(),
+            h, h // kv_heads, m, n, m_pad, n_pad, window, softmax_scale, softmax_scale * tuning.LOG2E, key_tiles,
+            CAUSAL=causal, PER_ROW=config.granularity == "row", D=dim, DP=dp,
+            BK=config.block_k, BM=config.block_q, BN=key.rows, DK=for_dk, DV=for_dv,
             num_warps=key.warps, num_stages=key.stages,
         )  # fmt: skip
-    query_kernel()
 
 
 def _hopper(

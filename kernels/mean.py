@@ -63,13 +63,24 @@ def key_mean(x: Tensor, documents: Tensor | None) -> Tensor:
 
     documents, a table of packing.Tables: over each document's tokens. [B H, slots, D'], a document's at its first slot.
     """
+    return mean_of(key_sums(x, documents), x.shape[2], documents)
+
+
+def key_sums(x: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Sums of x [B, H, L, D] over slots of ROW_PADDING tokens: [B H, slots, D'] fp32."""
     b, h, length, dim = x.shape
     slots = triton.cdiv(length, ROW_PADDING) if documents is None else documents.shape[0]
     dp = padded_dim(dim)
     sums = torch.empty((b * h, slots, dp), dtype=torch.float32, device=x.device)
-    means = torch.empty((b * h, 1 if documents is None else slots, dp), dtype=torch.float32, device=x.device)
     _slot_sums[(b * h * slots,)](
         x, sums, documents, *x.stride(), h, length, slots, D=dim, DP=dp, ROWS=32, num_warps=4
     )  # fmt: skip
+    return sums
+
+
+def mean_of(sums: Tensor, length: int, documents: Tensor | None = None) -> Tensor:
+    """`key_mean` of `length` tokens from their `key_sums`."""
+    bh, slots, dp = sums.shape
+    means = torch.empty((bh, 1 if documents is None else slots, dp), dtype=torch.float32, device=sums.device)
     _slot_means[(means.shape[0] * means.shape[1],)](sums, means, documents, length, slots, DP=dp, ROWS=32, num_warps=4)
     return means
