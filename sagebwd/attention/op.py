@@ -100,7 +100,7 @@ def _run_forward(
         o, *kept = _allocate(q, k, backend, config, packed)
         return o.zero_(), *kept
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window, "packed": packed}
-    with _as_given(q):
+    with as_given(q):
         o, saved = _module(backend).forward(q, k, v, **options)
     _, _, *kept, _, k_mean = saved
     return o, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in (*kept, k_mean))
@@ -123,7 +123,7 @@ def _backward(
     backend, config = _parsed(settings)
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window, "packed": packed}
     saved = (v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k, k_mean)
-    with _as_given(do):
+    with as_given(do):
         return _module(backend).backward(do, saved, **options)
 
 
@@ -147,7 +147,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, packed: Packed | None) -> None:
             )
 
 
-def _as_given(x: Tensor) -> AbstractContextManager:
+def as_given(x: Tensor) -> AbstractContextManager:
     """On x's device, since Triton launches on the current one; without autocast, which would round the reference's FP32
     products to 16 bit."""
     if torch.is_autocast_enabled(x.device.type):

@@ -2,9 +2,9 @@
 
 Query [tokens, batch, heads / TP, dim], key and value [tokens, batch, kv_heads / TP, dim] after QK-norm and RoPE; the
 value is a strided view of the fused QKV projection. Output [tokens, batch, heads / TP * dim]. Packed documents
-(packed_seq_params, Megatron's "thd") come and go without the batch dimension, and none sees another. Neither module
-copies its inputs, expands grouped keys and values, or has parameters. What they do not honour they refuse, by
-ValueError with the reason.
+(packed_seq_params, Megatron's "thd") come and go without the batch dimension, and none sees another. With context
+parallelism the tokens are this rank's, in zigzag order (`sagebwd.attention.zigzag`). Neither module copies its inputs,
+expands grouped keys and values, or has parameters. What they do not honour they refuse, by ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from sagebwd.attention import QuantConfig, checks, sage_attention, sage_attention_packed
+from sagebwd.attention import QuantConfig, checks, context, sage_attention, sage_attention_packed
+from sagebwd.attention.zigzag import Zigzag
+from sagebwd.megatron.context_sdpa import CPU, GPU, context_sdpa
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class _CoreAttention(torch.nn.Module, ABC):
         softmax_scale: float | None = None,
         pg_collection: Any = None,
     ) -> None:
-        """Megatron's keywords. cp_comm_type and pg_collection matter to context parallelism only."""
+        """Megatron's keywords. cp_comm_type and pg_collection (its `cp`) matter to context parallelism only."""
         super().__init__()
         window = config.window_size
         refused = (
@@ -60,11 +62,12 @@ class _CoreAttention(torch.nn.Module, ABC):
             (window is not None, f"window_size={window}: set it to None"),
             (config.softmax_type != "vanilla", f"softmax_type={config.softmax_type!r}: only 'vanilla'"),
             (config.apply_query_key_layer_scaling, "apply_query_key_layer_scaling: set it to False"),
-            (config.context_parallel_size > 1, f"context_parallel_size={config.context_parallel_size}: set it to 1"),
+            (cp_comm_type not in (None, "all_gather"), f"cp_comm_type={cp_comm_type!r}: set it to 'all_gather'"),
         )
         for bad, reason in refused:
             if bad:
                 raise ValueError(f"{type(self).__name__} does not support {reason}")
+        self.zigzag = Zigzag.of(pg_collection.cp) if config.context_parallel_size > 1 else None
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
@@ -94,6 +97,13 @@ class _CoreAttention(torch.nn.Module, ABC):
         if kind is AttnMaskType.no_mask and attention_mask is not None:
             raise ValueError(f"{name} does not support an arbitrary attention_mask: pass None, or use the causal type")
         causal = kind is AttnMaskType.causal
+        if self.zigzag:
+            if packed_seq_params is not None or not causal:
+                what = "packed documents" if packed_seq_params is not None else f"attn_mask_type={kind.name}"
+                raise ValueError(
+                    f"{name} does not support {what} with context parallelism: set context_parallel_size to 1"
+                )
+            return self.attend_context(query, key, value, self.zigzag).flatten(2)
         if packed_seq_params is None:
             return self.attend(query, key, value, causal=causal).flatten(2)
         packed = packed_seq_params
@@ -111,6 +121,10 @@ class _CoreAttention(torch.nn.Module, ABC):
         """[tokens, batch, heads, dim] in the query's dtype."""
 
     @abstractmethod
+    def attend_context(self, query: Tensor, key: Tensor, value: Tensor, zigzag: Zigzag) -> Tensor:
+        """`attend` under a causal mask, of the tokens that this rank holds of sequences spread over several."""
+
+    @abstractmethod
     def attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, *, causal: bool
     ) -> Tensor:
@@ -122,6 +136,9 @@ class SageBwdCoreAttention(_CoreAttention):
 
     def __init__(self, *, quant: QuantConfig, **megatron: Any) -> None:
         super().__init__(**megatron)
+        why_not = context.refusal(quant) if self.zigzag else None
+        if why_not:
+            raise ValueError(why_not)
         self.quant = quant
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
@@ -129,6 +146,11 @@ class SageBwdCoreAttention(_CoreAttention):
         return sage_attention(
             query, key, value, causal=causal, softmax_scale=self.softmax_scale, config=self.quant, layout="nbhd"
         )
+
+    def attend_context(self, query: Tensor, key: Tensor, value: Tensor, zigzag: Zigzag) -> Tensor:
+        self.backend = checks.backend_for(query)
+        options = {"softmax_scale": self.softmax_scale, "config": self.quant}
+        return context.sage_attention_context(query, key, value, zigzag=zigzag, **options)
 
     def attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, *, causal: bool
@@ -171,6 +193,12 @@ class SDPACoreAttention(_CoreAttention):
         self._announce(f"SDPA {kernels[0].name}" if q.is_cuda else "SDPA on the CPU", q)
         with sdpa_kernel(kernels):
             return scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
+
+    def attend_context(self, query: Tensor, key: Tensor, value: Tensor, zigzag: Zigzag) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        chosen = choose_sdpa_backend(q, k, v, causal=True) if q.is_cuda else None
+        self._announce(f"SDPA {chosen.name}" if chosen else "SDPA on the CPU", q)
+        return context_sdpa(q, k, v, zigzag, GPU[chosen] if chosen else CPU, self.softmax_scale).permute(2, 0, 1, 3)
 
     def attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, *, causal: bool

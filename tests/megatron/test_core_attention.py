@@ -138,7 +138,7 @@ def test_heads_do_not_see_each_other(kind: str, pack: bool) -> None:
         ({"window_size": (16, 0)}, {}, "window_size"),
         ({"softmax_type": "off-by-one"}, {}, "softmax_type"),
         ({"apply_query_key_layer_scaling": True}, {}, "apply_query_key_layer_scaling"),
-        ({"context_parallel_size": 2}, {}, "context_parallel_size=2"),
+        ({"context_parallel_size": 2}, {"cp_comm_type": "p2p"}, "cp_comm_type='p2p'"),
         ({}, {"attention_type": "cross"}, "attention_type='cross'"),
     ],
 )
