@@ -348,7 +348,8 @@ def backward(
     query_options = options | {"k_source": k_source, "k_mean": k_mean, "documents": query_documents}
     if config.delta == "matched":
         query_side(*of_queries, only="delta", **query_options)
-    if _hopper(do, v, config, causal, window, documents):
+    mask = {"causal": causal, "window": window, "packed": documents is not None}
+    if on_hopper(do, v, config, queries=do.shape[-2], keys=v.shape[-2], **mask):
         from sagebwd.kernels.hopper import backward as hopper
 
         hopper.backward(q, k, do_quantised, statistics, do, v, dq, dk, dv, causal=causal, softmax_scale=softmax_scale)
@@ -415,20 +416,22 @@ def key_side(
         )  # fmt: skip
 
 
-def _hopper(
-    do: Tensor, v: Tensor, config: QuantConfig, causal: bool, window: int | None, documents: Tables | None
-) -> bool:
-    """Whether the kernels for Hopper GPUs take this call; why not is logged once on such a GPU."""
+def on_hopper(
+    do: Tensor, v: Tensor, config: QuantConfig, *,
+    queries: int, keys: int, causal: bool = True, window: int | None = None, packed: bool = False,
+) -> bool:  # fmt: skip
+    """Whether the kernels for Hopper GPUs take this call; why not is logged once on such a GPU.
+
+    queries, keys: tokens of the sequence, of which do and v may be a part.
+    """
     capability = tuning.capability(do.device)
     if capability != 90 or not isinstance(_backward_q, triton.runtime.JITFunction):  # the interpreter knows no Gluon
         return False
     from sagebwd.kernels.hopper import slower
     from sagebwd.kernels.hopper.backward import backward_refusal  # Gluon: nobody else needs it
 
-    why = backward_refusal(
-        capability, do.shape[-1], config, window=window is not None, packed=documents is not None, tensors=(do, v)
-    )
-    why = why or slower(tuning.HOPPER_BACKWARD, do.shape[-2], v.shape[-2], causal)
+    why = backward_refusal(capability, do.shape[-1], config, window=window is not None, packed=packed, tensors=(do, v))
+    why = why or slower(tuning.HOPPER_BACKWARD, queries, keys, causal)
     if why and why not in _said:
         _said.add(why)
         log.info("SageBwd's backward runs on the portable kernels, not on those for Hopper: %s", why)

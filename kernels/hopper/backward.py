@@ -72,27 +72,46 @@ def backward(
 
     q and k hold rows and columns, do_quantised holds columns. statistics [B H, M', 2] fp32 of rows: lse2 and delta.
     """
+    lse2, delta = (x.contiguous() for x in statistics.unbind(-1))
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    key_side(q, k, do_quantised, lse2, delta, do, v, dk, dv, **options)
+    query_side(q, k, lse2, delta, do, v, dq, **options)
+
+
+def key_side(
+    q: Quantised, k: Quantised, do_quantised: Quantised, lse2: Tensor, delta: Tensor, do: Tensor, v: Tensor,
+    dk: Tensor, dv: Tensor, *, causal: bool, softmax_scale: float, shift: int | None = None,
+) -> None:  # fmt: skip
+    """Writes dk and dv. Arguments as `backward` takes; shift: with a causal mask query i sees the keys up to i + shift,
+    so that the keys may be some out of the midst of a sequence; None: the last query sees every key."""
     b, h, m, dim = do.shape
     kv_heads, n = v.shape[1:3]
-    m_pad, n_pad = q.rows.shape[1], k.rows.shape[1]
-    lse2, delta = (x.contiguous() for x in statistics.unbind(-1))
-    numbers = (h, h // kv_heads, m, n, m_pad, n_pad, softmax_scale, softmax_scale * tuning.LOG2E)
-    flags = {"CAUSAL": causal, "D": dim, "num_warps": 4}
-    q_rows, k_rows = _rows(q.rows), _rows(k.rows)
-    q_columns, k_columns, do_columns = (_columns(x.columns) for x in (q, k, do_quantised))
-    do_given, v_given, lse2_vector, delta_vector = _given(do), _given(v), _vector(lse2), _vector(delta)
+    numbers = (h, h // kv_heads, m, n, shift, q.rows.shape[1], k.rows.shape[1])
+    scales = (softmax_scale, softmax_scale * tuning.LOG2E)
+    q_columns, do_columns = _columns(q.columns), _columns(do_quantised.columns)
     for launch, for_dk, for_dv in KEY_LAUNCHES[dim]:
         key_tiles = triton.cdiv(n, launch.groups * BLOCK)
         hopper_backward_kv[(b * kv_heads * key_tiles,)](
-            k_rows, v_given, q_rows, q_columns, do_given, do_columns, lse2_vector, delta_vector,
-            q.scale, do_quantised.scale, k.scale, dk, dv, *dk.stride(), *dv.stride(), *numbers, key_tiles,
-            DK=for_dk, DV=for_dv, **_pinned(launch), **flags,
+            _rows(k.rows), _given(v), _rows(q.rows), q_columns, _given(do), do_columns, _vector(lse2), _vector(delta),
+            q.scale, do_quantised.scale, k.scale, dk, dv, *dk.stride(), *dv.stride(), *numbers, *scales, key_tiles,
+            CAUSAL=causal, D=dim, DK=for_dk, DV=for_dv, num_warps=4, **_pinned(launch),
         )  # fmt: skip
+
+
+def query_side(
+    q: Quantised, k: Quantised, lse2: Tensor, delta: Tensor, do: Tensor, v: Tensor, dq: Tensor,
+    *, causal: bool, softmax_scale: float,
+) -> None:  # fmt: skip
+    """Writes dq. Arguments as `backward` takes; k may hold more tokens than v, whose first are those of v."""
+    b, h, m, dim = do.shape
+    kv_heads, n = v.shape[1:3]
     launch = QUERY_LAUNCHES[dim]
     row_tiles = triton.cdiv(m, launch.groups * BLOCK)
     hopper_backward_q[(b * h * row_tiles,)](
-        q_rows, do_given, k_rows, k_columns, v_given, q.scale, k.scale, lse2, delta, dq, *dq.stride(),
-        *numbers, row_tiles, **_pinned(launch), **flags,
+        _rows(q.rows), _given(do), _rows(k.rows), _columns(k.columns), _given(v), q.scale, k.scale, lse2, delta,
+        dq, *dq.stride(), h, h // kv_heads, m, n, q.rows.shape[1], k.rows.shape[1],
+        softmax_scale, softmax_scale * tuning.LOG2E, row_tiles,
+        CAUSAL=causal, D=dim, num_warps=4, **_pinned(launch),
     )  # fmt: skip
 
 

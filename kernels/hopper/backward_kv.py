@@ -197,23 +197,27 @@ def _consumer(
         store_half(dk, cols, dk_n, dk_d, sum_1 * softmax_scale, valid, 1)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "m", "n", "key_tiles"])
+@gluon.jit(do_not_specialize=["heads", "group", "m", "n", "shift", "key_tiles"])
 def hopper_backward_kv(
     k_desc, v_desc, q_desc, q_columns_desc, do_desc, do_columns_desc, lse2_desc, delta_desc,
     q_scale, do_scale, k_scale, dk, dv, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
-    heads, group, m, n, m_pad, n_pad, softmax_scale, factor, key_tiles,
+    heads, group, m, n, shift, m_pad, n_pad, softmax_scale, factor, key_tiles,
     CAUSAL: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     DK: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
+    """shift: with a causal mask query i sees the keys up to i + shift; None: the last query sees every key."""
     pid = gl.program_id(0)
     kv = pid // key_tiles
     col = pid % key_tiles * (GROUPS * BLOCK)  # with a causal mask the first keys have the most queries
     kv_heads = heads // group
     b = kv // kv_heads
     kv_head = kv % kv_heads
+    aligned = m  # so many queries would have the last one at the last key
+    if shift is not None:
+        aligned = n - shift
     lo = 0
     if CAUSAL:
-        lo = gl.minimum(gl.cdiv(m, BLOCK), gl.maximum(0, col - (n - m)) // BLOCK) * BLOCK
+        lo = gl.minimum(gl.cdiv(m, BLOCK), gl.maximum(0, col - (n - aligned)) // BLOCK) * BLOCK
     steps = gl.cdiv(m, BLOCK) - lo // BLOCK
     blocks = m_pad // BLOCK
     first = kv.to(gl.int64) * group * blocks + lo // BLOCK
@@ -249,7 +253,7 @@ def hopper_backward_kv(
     where = (b, kv, kv_head, group, col, n_pad, m_pad, lo, steps, steps * group)
     numbers = (
         (q_scale, do_scale, k_scale, dk, dk_n, dk_d, dv, dv_n, dv_d),
-        (col, lo, steps, group, blocks, m, n, softmax_scale, factor),
+        (col, lo, steps, group, blocks, aligned, n, softmax_scale, factor),
     )
     if GROUPS == 2:
         gl.warp_specialize(

@@ -1,7 +1,8 @@
 """Context parallelism on the Triton backend: the same kernels as without it, told by a table which tokens see which.
 
 Two chunks of queries lie in one tensor, and each sees a beginning of all keys; two chunks of keys, each seen by the end
-of all queries. These are "documents" to the kernels (`kernels.packing`), which may share what they look at.
+of all queries. These are "documents" to the kernels (`kernels.packing`), which may share what they look at. Hopper's
+kernels run where they would on one rank, with as many tokens: `context_hopper`.
 
 Operands, here and in `context_reference`: queries (Q^, scale), keys (K^, scale) and values (V^, scale), as `KEY_DIMS`
 and its like say which dimension of each counts tokens, or blocks of them. statistics: lse and delta.
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.attention.config import QuantConfig
+from sagebwd.attention.triton_backend import takes_hopper
 from sagebwd.attention.zigzag import Zigzag
 from sagebwd.kernels import backward as backward_kernels
 from sagebwd.kernels import forward as forward_kernels
@@ -48,6 +50,10 @@ def attend(
     zigzag: Zigzag, softmax_scale: float, config: QuantConfig,
 ) -> Pair:  # fmt: skip
     """o like q [B, H, M, D], and lse2, of this rank's queries over all keys and values. q and k: for their shapes."""
+    if takes_hopper(q, config, queries=zigzag.size * q.shape[2], keys=zigzag.size * k.shape[2]):
+        from sagebwd.attention import context_hopper
+
+        return context_hopper.attend(queries, keys, values, q, k, zigzag, softmax_scale, config)
     o = torch.empty_like(q)
     (rows, scale), (k_rows, k_scale), (v_columns, v_scale) = queries, keys, values
     q8 = Quantised(rows, None, scale, None)
@@ -78,6 +84,10 @@ def query_gradient(
 ) -> Tensor:  # fmt: skip
     """dq in the memory order of o. keys and v: all of them; found: this rank's statistics."""
     k8 = Quantised(keys[0], transpose(keys[0]), keys[1], None)
+    if backward_kernels.on_hopper(do, v, config, queries=v.shape[2], keys=v.shape[2]):
+        from sagebwd.attention import context_hopper
+
+        return context_hopper.query_gradient(do, o, queries, k8, v, found[0], zigzag, softmax_scale)
     dq = torch.empty_like(o)
     _query_side(do, dq, queries, k8, v, found[0], zigzag, softmax_scale, config)
     return dq
@@ -90,6 +100,10 @@ def key_gradients(
     """dk and dv in the memory order of v. do, queries and found (statistics): all of them; keys and v: this rank's."""
     do8, _ = quantise(do, config.block_q, rows=False, columns=True)
     q8 = Quantised(queries[0], transpose(queries[0]), queries[1], None)
+    if backward_kernels.on_hopper(do, v, config, queries=do.shape[2], keys=do.shape[2]):
+        from sagebwd.attention import context_hopper
+
+        return context_hopper.key_gradients(do, v, q8, keys, do8, found[0], zigzag, softmax_scale)
     k8 = Quantised(keys[0], None, keys[1], None)
     dk, dv = torch.empty_like(v), torch.empty_like(v)
     backward_kernels.key_side(

@@ -26,6 +26,16 @@ def refused_by_hopper(x: Tensor, config: QuantConfig, *, window: int | None, pac
     return hopper.refusal(capability, x.shape[-1], config, window=window is not None, packed=packed is not None)
 
 
+def takes_hopper(
+    x: Tensor, config: QuantConfig, *,
+    queries: int, keys: int, causal: bool = True, window: int | None = None, packed: Packed | None = None,
+) -> bool:  # fmt: skip
+    """Whether Hopper's forward serves queries x [B, H, M, D] of a sequence of `queries` and `keys`."""
+    if refused_by_hopper(x, config, window=window, packed=packed) is not None:
+        return False
+    return hopper.slower(tuning.HOPPER_FORWARD, queries, keys, causal) is None
+
+
 def forward_kernel(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
     """For people: which forward kernel such a call takes, and why it is not the faster one."""
     long = 1 << 30  # tokens
@@ -43,8 +53,8 @@ def forward(
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """As `reference.forward` (`forward_packed`): o [B, H, M, D] with q's dtype and memory order, and the tensors saved
     for backward. With `packed` B is 1."""
-    on_hopper = refused_by_hopper(q, config, window=window, packed=packed) is None
-    on_hopper = on_hopper and hopper.slower(tuning.HOPPER_FORWARD, q.shape[-2], k.shape[-2], causal) is None
+    mask = {"causal": causal, "window": window, "packed": packed}
+    on_hopper = takes_hopper(q, config, queries=q.shape[-2], keys=k.shape[-2], **mask)
     documents, window = _tables(packed, q, k), _clipped(window, k)
     q_documents, k_documents = (None, None) if documents is None else documents
     k_mean = key_mean(k, k_documents) if config.smooth_k else None

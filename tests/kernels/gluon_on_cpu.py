@@ -310,6 +310,8 @@ def _argument(x):
         return Pointer(
             torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset(),), (1,))
         )
+    if x is None:
+        return None
     return Value(x, torch.float32 if isinstance(x, float) else torch.int64)
 
 

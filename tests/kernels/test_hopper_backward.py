@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from sagebwd.attention import QuantConfig, reference
+from sagebwd.attention import QuantConfig, context_hopper, reference
+from sagebwd.attention.zigzag import Zigzag
 from sagebwd.kernels.hopper import backward as hopper
 from sagebwd.kernels.hopper import backward_kv, backward_q, pieces
 from sagebwd.kernels.packing import ROW_PADDING
@@ -24,24 +25,28 @@ def quantised(hat: torch.Tensor, scale: torch.Tensor) -> Quantised:
     return Quantised(rows, columns.contiguous(), scale, None)
 
 
-def both(q, k, v, do, causal, delta="stale"):
-    """(dq, dk, dv) by the kernels and by the reference."""
-    config, m = QuantConfig(delta=delta), q.shape[-2]
-    args = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5}
-    o, saved = reference.forward(q, k, v, config=config, **args)
-    expected = reference.backward(do, v, o, saved, n=k.shape[-2], config=config, **args)
+def workspaces(o, saved, do):
+    """Q, K, dO and the statistics as `hopper.backward` takes them."""
+    m = do.shape[-2]
     do_tiles = pad(do.float(), (0, 0, 0, -m % 64)).unflatten(-2, (-1, 64))
     do_hat, do_scale = reference.quantise(do_tiles, (-2, -1))
     more = -saved.lse2.shape[-1] % ROW_PADDING
     lse2 = pad(saved.lse2.flatten(0, 2), (0, more), value=torch.inf)
     row_delta = (do.float() * o.float()).sum(-1).flatten(0, 1)
+    q8, k8 = quantised(saved.q_hat, saved.q_scale), quantised(saved.k_hat, saved.k_scale)
+    statistics = torch.stack((lse2, pad(row_delta, (0, lse2.shape[1] - m))), -1)
+    return q8, k8, quantised(do_hat.flatten(-3, -2), do_scale[..., 0, 0]), statistics
+
+
+def both(q, k, v, do, causal, delta="stale"):
+    """(dq, dk, dv) by the kernels and by the reference."""
+    config = QuantConfig(delta=delta)
+    args = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5}
+    o, saved = reference.forward(q, k, v, config=config, **args)
+    expected = reference.backward(do, v, o, saved, n=k.shape[-2], config=config, **args)
     actual = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
     with on_cpu(hopper, backward_q, backward_kv, pieces):
-        hopper.backward(
-            quantised(saved.q_hat, saved.q_scale), quantised(saved.k_hat, saved.k_scale),
-            quantised(do_hat.flatten(-3, -2), do_scale[..., 0, 0]),
-            torch.stack((lse2, pad(row_delta, (0, lse2.shape[1] - m))), -1), do, v, *actual, **args,
-        )  # fmt: skip
+        hopper.backward(*workspaces(o, saved, do), do, v, *actual, **args)
     return actual, expected
 
 
@@ -62,6 +67,30 @@ def test_strides_are_taken_as_they_are(dim):
     strided, _ = both(q, k, v, do, True)
     plain, _ = both(*(x.contiguous() for x in (q, k, v, do)), True)
     assert all(torch.equal(a, b) for a, b in zip(strided, plain, strict=True))
+
+
+@pytest.mark.parametrize("dim", hopper.DIMS)
+def test_the_chunks_of_context_parallel_ranks_are_bitwise_those_of_the_whole(dim):
+    """Chunks of 128 keys, where some kernels take 192 at a time: nothing is written past a chunk's end."""
+    q, k, v, do = inputs(512, 512, dim, 2, 1, dtype=torch.float16)
+    args = {"causal": True, "softmax_scale": dim**-0.5}
+    o, saved = reference.forward(q, k, v, config=QuantConfig(), **args)
+    q8, k8, do8, statistics = workspaces(o, saved, do)
+    whole = tuple(torch.empty_like(x) for x in (q, k, v))
+    with on_cpu(hopper, backward_q, backward_kv, pieces):
+        hopper.backward(q8, k8, do8, statistics, do, v, *whole, **args)
+        for rank in range(2):
+            zigzag = Zigzag(rank, 2)
+            mine, queries, keys = (
+                (zigzag.cut(x, 2) for x in (do, o, v)),
+                *(tuple(zigzag.cut(x, 1) for x in (operand.rows, operand.scale)) for operand in (q8, k8)),
+            )
+            do_mine, o_mine, v_mine = mine
+            found, scale = zigzag.cut(statistics, 1), args["softmax_scale"]
+            dq = context_hopper.query_gradient(do_mine, o_mine, queries, k8, v, found, zigzag, scale)
+            dk, dv = context_hopper.key_gradients(do, v_mine, q8, keys, do8, statistics, zigzag, scale)
+            for actual, expected in zip((dq, dk, dv), whole, strict=True):
+                assert torch.equal(actual, zigzag.cut(expected, 2))
 
 
 def test_zeros_give_zeros():
