@@ -8,6 +8,8 @@ from typing import Literal, get_args
 Granularity = Literal["tile", "row"]
 DeltaRule = Literal["stale", "matched"]
 BLOCKS = (16, 32, 64, 128)
+CONTEXT_CHUNK = 128  # with context parallelism a rank's chunks are whole multiples of so many tokens: of every block
+NOT_WITH_CONTEXT = ("smooth_q", "project")  # switches that context parallelism does not take
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor
 
 from sagebwd.attention.checks import backend_for, check_gpu, check_tensors
-from sagebwd.attention.config import QuantConfig
+from sagebwd.attention.config import CONTEXT_CHUNK, NOT_WITH_CONTEXT, QuantConfig
 from sagebwd.attention.op import as_given
 from sagebwd.attention.zigzag import Zigzag, check_chunks
 from sagebwd.kernels.packing import ROW_PADDING
 
+assert CONTEXT_CHUNK % ROW_PADDING == 0  # K's slots, and the kernels' workspaces, begin where chunks do
+
 
 def refusal(config: QuantConfig) -> str | None:
     """Why a config cannot be computed with context parallelism, with the remedy; None: it can."""
-    for name in ("smooth_q", "project"):
+    for name in NOT_WITH_CONTEXT:
         if getattr(config, name):
             return f"QuantConfig.{name}=True is not supported with context parallelism: set it to false"
     return None
@@ -53,7 +55,7 @@ def sage_attention_context(
     check_tensors(q, k, v)
     if q.shape != (*q.shape[:2], *k.shape[2:]):
         raise ValueError(f"q has {q.shape[2]} tokens, k and v {k.shape[2]}: with context parallelism give as many")
-    check_chunks(q.shape[2] * zigzag.size, zigzag.size, ROW_PADDING)
+    check_chunks(q.shape[2] * zigzag.size, zigzag.size, CONTEXT_CHUNK)
     why_not = refusal(config)
     if why_not:
         raise ValueError(why_not)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sagebwd.attention.zigzag import Zigzag
 from sagebwd.megatron.documents import packed_documents
 from sagebwd.training.engine import Batch
 
 
-def token_losses(model: torch.nn.Module, batch: Batch, device: torch.device, *, pack: bool) -> tuple[Tensor, Tensor]:
+def token_losses(
+    model: torch.nn.Module, batch: Batch, device: torch.device, *, pack: bool, zigzag: Zigzag | None = None
+) -> tuple[Tensor, Tensor]:
     """Every token's loss and its mask: [sequences, context], or [1, tokens] where documents are packed.
 
-    model: Megatron's, in whatever wrappers. batch: on the CPU.
+    model: Megatron's, in whatever wrappers. batch: on the CPU. zigzag: with context parallelism this rank's place;
+    [sequences, context / size], of its tokens alone.
     """
+    if zigzag:
+        batch = {name: zigzag.cut(value, 1) for name, value in batch.items()}
     packed = None
     if pack:
         packed = packed_documents(batch["position_ids"], device)
