@@ -131,7 +131,7 @@ name="$(sed -n "s/^name: '\{0,1\}\([^']*\)'\{0,1\}$/\1/p" <<<"$config")"
 folder="$runs/$name/$arm"
 
 # torchrun ends its ranks on SIGTERM, 30 seconds later by force, and knows no SIGUSR1. So it is told of neither: this
-# script hands the signal to the ranks, they save and end with 0, and so does torchrun. SIGQUIT is for stopping at once.
+# script hands the signal to the ranks, they save and end with 0, and so does torchrun. It has to be given some signal.
 command=("$python" -m sagebwd.ranks "${place[@]}" "--nproc-per-node=$nproc" --signals-to-handle=SIGQUIT "${train[@]}")
 printf '%q ' "${command[@]}"
 echo
@@ -154,6 +154,25 @@ tell_the_ranks() {
   done
 }
 
+# Wait until process $1 is in one of the states $2 (T stopped, Z dead and not waited for), or gone.
+until_state() {
+  local state
+  while state="$(sed -n 's/^State:\t\(.\).*/\1/p' "/proc/$1/status" 2>/dev/null)" && [[ $2 != *"$state"* ]]; do
+    sleep 0.02
+  done
+}
+
+# End torchrun and its ranks, whatever they do. A signal of torchrun's own would lose the ranks that it is just starting:
+# they would train on. So it is stopped first, and starts no more of them.
+stop_at_once() {
+  local ranks rank
+  kill -s STOP "$torchrun" 2>/dev/null || return 0
+  until_state "$torchrun" TtZ
+  ranks="$(cat "/proc/$torchrun"/task/*/children 2>/dev/null)" || true
+  kill -s KILL "$torchrun" $ranks 2>/dev/null || true
+  for rank in $ranks; do until_state "$rank" Z; done # with them goes the lock on the run's folder
+}
+
 fingerprint() { cksum "$folder/status.json" 2>/dev/null || true; }
 
 before="$(fingerprint)"
@@ -165,20 +184,19 @@ before="$(fingerprint)"
 torchrun=$!
 while kill -0 "$torchrun" 2>/dev/null; do
   if ((interrupts > 1)); then
-    kill -QUIT "$torchrun" 2>/dev/null || true
-    wait "$torchrun" || true
+    stop_at_once
+    break
   elif [[ -n $stop ]]; then
     [[ -n $said ]] || echo "a signal asks to stop: the ranks save at the end of their step"
     said=yes
     tell_the_ranks
-    sleep 1 &
-    wait $! || true
-  else
-    wait "$torchrun" || true # until it ends, or a signal comes
   fi
+  # A second at most, until a signal comes: a longer wait would sleep through one that came since it was looked for.
+  sleep 1 >/dev/null 2>&1 &
+  wait $! || true
 done
 code=0
-wait "$torchrun" || code=$?
+wait "$torchrun" 2>/dev/null || code=$?
 
 ((code != 2)) || exit 2 # a rank has said what is wrong
 if [[ -n $stop && ! -e $folder/status.json ]]; then
