@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,11 @@ class Child:
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
 
-
-@dataclass
-class Tally:
-    """One line of the table. lost: steps that had to be done again, of each try. wrong: what differed, in words."""
-
-    fault: str
-    lost: list[int] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    @property
-    def tries(self) -> int:
-        return len(self.lost)
+    def stopped(self) -> bool:
+        """Stand still, until SIGCONT. False: it has ended."""
+        self.kill(signal.SIGSTOP)
+        found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        return found.si_code == os.CLD_STOPPED
 
 
 class Arena:
@@ -75,6 +68,7 @@ class Arena:
         recipe = tiny_recipe(data, "sagebwd", steps=STEPS, tokens_per_step=256, micro_batch=4)
         self.recipe = changed(recipe, {"checkpoint": {"every_steps": EVERY}, "evaluation": {"every_steps": 7}})
         self.number = 0
+        self.children: list[Child] = []
         # In a process of its own: threads that it starts would not survive a fork.
         home = root / "home"
         assert self.fork(lambda: home.write_text(str(prepare(data, root / "data").folder))).wait() == 0
@@ -84,11 +78,9 @@ class Arena:
     def truth(self, ranks: int = 1) -> Path:
         if ranks not in self.truths:
             folder = self.folder()
-            began = time.monotonic()
             children = self.start(folder, ranks)
             codes = [child.wait() for child in children]
             assert codes == [0] * ranks, children[0].said()
-            self.seconds = time.monotonic() - began
             self.truths[ranks] = folder
         return self.truths[ranks]
 
@@ -115,6 +107,14 @@ class Arena:
 
         return [one(rank) for rank in range(ranks)]
 
+    def end(self) -> None:
+        """Kill what still trains."""
+        for child in self.children:
+            with contextlib.suppress(ChildProcessError):  # waited for
+                if not child.ended():
+                    child.kill()
+                child.wait()
+
     def fork(self, work: Callable[[], Any]) -> Child:
         self.number += 1
         output = self.root / f"output{self.number}.txt"
@@ -123,9 +123,12 @@ class Arena:
         sys.stderr.flush()
         pid = os.fork()
         if pid:
-            return Child(pid, output)
+            self.children.append(Child(pid, output))
+            return self.children[-1]
         code = 1
         try:
+            for number in (signal.SIGINT, signal.SIGTERM):  # as in a process of its own
+                signal.signal(number, signal.SIG_DFL)
             file = os.open(output, os.O_WRONLY)
             os.dup2(file, 1)
             os.dup2(file, 2)
@@ -177,6 +180,18 @@ def last_step(folder: Path) -> int:
         return 0
     steps = re.findall(r'^\{"step": (\d+)', (folder / "log.jsonl").read_text(encoding="utf-8"), re.MULTILINE)
     return int(steps[-1]) if steps else 0
+
+
+def reached(folder: Path, child: Child, step: int, seconds: float = 600) -> bool:
+    """Wait until this step is logged. False: the process has ended before."""
+    until = time.monotonic() + seconds
+    while last_step(folder) < step:
+        if child.ended():
+            return last_step(folder) >= step
+        if time.monotonic() > until:
+            raise TimeoutError(f"{folder} did not get to step {step}: {child.said()}")
+        time.sleep(0.005)
+    return True
 
 
 def went_on_after(child: Child) -> int | None:

@@ -12,10 +12,7 @@ import pytest
 from tests.survival.__main__ import FEW
 
 ROOT = Path(__file__).parents[2]
-MINUTES = 4
-# Aimed by the clock: on a machine faster or slower than it was aimed on a fault may miss its moment (a second run that
-# begins when the first is done). Until that is mended these tell, and do not fail.
-pytestmark = pytest.mark.xfail(strict=False, reason="a fault may miss its moment on a faster or slower machine")
+MINUTES = 15  # a part takes one, or several on a busy machine; what hangs ends at last
 
 
 def survive(faults: str) -> dict[str, int]:
