@@ -210,7 +210,7 @@ def test_two_ranks_under_torchrun(tiny: Path) -> None:
     answer = sagebwd("recipe", tiny.name, *arguments, cwd=tiny.parent)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     meta = json.loads((tiny.parent / "runs/two/sagebwd/meta.json").read_text())
-    assert (meta["world_size"], meta["tensor"]) == (2, 2)
+    assert (meta["world_size"], meta["layout"]) == (2, "tensor 2 x data 1")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

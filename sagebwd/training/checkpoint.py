@@ -70,13 +70,11 @@ class Position:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's folder and what its manifest.json says: whose it is, where the run stood, the tensor-parallel size
-    that wrote it, and each file's seal."""
+    """A checkpoint's folder and what its manifest.json says: whose it is, where the run stood, and each file's seal."""
 
     folder: Path
     run: Run
     position: Position
-    tensor: int
     files: dict[str, dict[str, Any]]
 
 
@@ -121,7 +119,7 @@ def read(folder: Path) -> Manifest:
         theirs = found["format"]
         if theirs == FORMAT:
             run = Run(Recipe.model_validate(found["recipe"]), found["data_digest"], found["vocab_size"])
-            return Manifest(folder, run, Position(**found["position"]), found["tensor"], found["files"])
+            return Manifest(folder, run, Position(**found["position"]), found["files"])
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} cannot be read ({_line(error)})") from None
     if not sealed and theirs != 1:  # format 1 had no checksum
@@ -181,7 +179,7 @@ def seal(path: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def publish(arm_folder: Path, run: Run, position: Position, tensor: int, files: dict[str, dict[str, Any]]) -> Path:
+def publish(arm_folder: Path, run: Run, position: Position, files: dict[str, dict[str, Any]]) -> Path:
     """Make the checkpoint whose files lie in <step>.partial count: manifest, rename, latest. Then remove old ones."""
     root = arm_folder / FOLDER
     folder = root / name(position.step)
@@ -192,7 +190,6 @@ def publish(arm_folder: Path, run: Run, position: Position, tensor: int, files: 
         "data_digest": run.data_digest,
         "vocab_size": run.vocab_size,
         "position": asdict(position),
-        "tensor": tensor,
         "files": files,
     }
     text = json.dumps(manifest | {"checksum": _digest(manifest)}, indent=2)

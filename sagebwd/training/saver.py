@@ -94,7 +94,7 @@ class Saver:
     def _publish(self, position: Position, files: dict[str, Any], error: str | None) -> str | None:
         if error is None:
             try:
-                checkpoint.publish(self.arm_folder, self.run, position, self.here.tensor_size, files)
+                checkpoint.publish(self.arm_folder, self.run, position, files)
                 return None
             except Exception as failure:
                 error = _sentence(failure)
