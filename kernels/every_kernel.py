@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from sagebwd.attention import QuantConfig, triton_backend
+from sagebwd.attention import QuantConfig, context_triton, triton_backend
+from sagebwd.attention.zigzag import Zigzag
 from sagebwd.kernels.packing import Packed
 
 
@@ -72,16 +73,38 @@ def run(case: Case) -> None:
     torch.cuda.synchronize()
 
 
+def run_context(dim: int, config: QuantConfig) -> None:
+    """What the second of two context-parallel ranks launches, with nobody to gather from."""
+    zigzag, tokens = Zigzag(1, 2), 512
+    shapes = [(1, heads, tokens, dim) for heads in (4, 2, 2, 4)]
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    options = (zigzag, dim**-0.5, config)
+    queries, keys, values = context_triton.round_operands(q, k, v, context_triton.key_sums(k), tokens, config)
+    q_mine, k_mine, v_mine, do_mine = (zigzag.cut(x, 2) for x in (q, k, v, do))
+    queries_mine, keys_mine = (tuple(zigzag.cut(x, 1) for x in pair) for pair in (queries, keys))
+    o, lse2 = context_triton.attend(queries_mine, keys, values, q_mine, k_mine, *options)
+    found = context_triton.statistics(do_mine, o, lse2, queries_mine, keys, v, *options)
+    context_triton.query_gradient(do_mine, o, queries_mine, keys, v, found, *options)
+    everything = tuple(torch.cat([x, x], 1) for x in found)
+    context_triton.key_gradients(do, v_mine, queries, keys_mine, everything, *options)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "OF"), help="every OF-th, from I on")
     first, step = parser.parse_args().part
     torch.manual_seed(0)
     part = cases()[first::step]
-    for case in part:
-        for hopper in ("0", "1") if torch.cuda.get_device_capability() == (9, 0) else ("0",):
-            os.environ["SAGEBWD_HOPPER"] = hopper  # the portable kernels, then those for Hopper wherever they can
+    # The portable kernels, then those for Hopper wherever they can
+    paths = ("0", "1") if torch.cuda.get_device_capability() == (9, 0) else ("0",)
+    spread = list(itertools.product((64, 128), ("row", "tile, matched"))) if first == 0 else []
+    for hopper in paths:
+        os.environ["SAGEBWD_HOPPER"] = hopper
+        for case in part:
             run(case)
+        for dim, rule in spread:
+            run_context(dim, RULES[rule])
     print(f"{len(part)} configurations ran on {torch.cuda.get_device_name()}", flush=True)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sagebwd.attention.checks import backend_for, check_gpu, check_tensors
 from sagebwd.attention.config import CONTEXT_CHUNK, NOT_WITH_CONTEXT, QuantConfig
-from sagebwd.attention.op import as_given
+from sagebwd.attention.op import announce, as_given, settings
 from sagebwd.attention.zigzag import Zigzag, check_chunks
 from sagebwd.kernels.packing import ROW_PADDING
 
@@ -64,6 +64,8 @@ def sage_attention_context(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not (0 < scale < math.inf):
         raise ValueError(f"softmax_scale is {softmax_scale}: it must be finite and above 0")
+    backend = backend_for(q)
+    announce(q, settings(backend, config), backend, config, None, None)
     with as_given(q):
         return _ContextAttention.apply(q, k, v, zigzag, scale, config).permute(2, 0, 1, 3)
 

@@ -95,7 +95,7 @@ def _run_forward(
     elif packed is not None:
         check_document_lengths("cu_seqlens_q", packed.cu_seqlens_q, q.shape[-2], packed.max_seqlen_q)
         check_document_lengths("cu_seqlens_k", packed.cu_seqlens_k, k.shape[-2], packed.max_seqlen_k)
-    _announce(q, settings, backend, config, window, packed)
+    announce(q, settings, backend, config, window, packed)
     if q.numel() == 0 or k.numel() == 0:
         o, *kept = _allocate(q, k, backend, config, packed)
         return o.zero_(), *kept
@@ -161,7 +161,7 @@ def as_given(x: Tensor) -> AbstractContextManager:
 _announced: set[tuple] = set()
 
 
-def _announce(
+def announce(
     x: Tensor, settings: str, backend: str, config: QuantConfig, window: int | None, packed: Packed | None
 ) -> None:
     """Once for each kind of call: which backend runs, and on a GPU with which kernels."""

@@ -15,6 +15,7 @@ class Case(NamedTuple):
     kv_heads: int = 2
     dim: int = 16
     interpreter: bool = False
+    kernel: str = "CPU"  # of full precision; on a GPU a name of torch's SDPBackend
 
 
 _SHORT = {"ranks": (2,), "tokens": 512, "batch": 1, "heads": 2, "kv_heads": 1, "interpreter": True}
@@ -25,9 +26,26 @@ CASES = {
     "tile, matched": Case(QuantConfig(granularity="tile", delta="matched"), ranks=(2,)),
     "blocks of 32 x 128, K not smoothed": Case(QuantConfig(block_q=32, block_k=128, smooth_k=False), ranks=(2,)),
     "bf16": Case(QuantConfig(delta="matched"), ranks=(2,), dtype="bfloat16"),
-    "kernels, row, stale": Case(QuantConfig(), **_SHORT),
+    "kernels, row, stale": Case(QuantConfig(), **_SHORT | {"batch": 2}),
     "kernels, tile, matched, blocks of 128 x 32": Case(
         QuantConfig(block_q=128, block_k=32, granularity="tile", delta="matched"), **_SHORT
     ),
     "kernels, four ranks": Case(QuantConfig(block_q=128, block_k=128), **_SHORT | {"ranks": (4,), "tokens": 1024}),
+}
+
+# From 4096 tokens on Hopper's kernels run on a Hopper GPU, below the portable ones.
+_GPU = {"ranks": (2,), "dtype": "bfloat16", "heads": 8, "kv_heads": 4}
+GPU_CASES = {
+    f"{rule}, D={dim}, {tokens} tokens": Case(config, tokens=tokens, dim=dim, **_GPU)
+    for rule, config in (
+        ("row, stale", QuantConfig()),
+        ("row, matched", QuantConfig(delta="matched")),
+        ("tile, stale, blocks of 128 x 64", QuantConfig(granularity="tile", block_q=128)),
+    )
+    for dim in (64, 128)
+    for tokens in (1024, 8192)
+} | {
+    f"full precision, {kernel}, D={dim}": Case(None, tokens=4096, dim=dim, kernel=kernel, **_GPU)
+    for kernel in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
+    for dim in (64, 128)
 }

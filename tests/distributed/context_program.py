@@ -1,14 +1,13 @@
-"""What test_context_attention starts on four ranks: attention over two and four of them against one, into a JSON file.
+"""What the tests start on several ranks: attention over two or all of them against one, into a JSON file.
 
-No part of the training program, nor Megatron, is imported. Argument: the file.
+No part of the training program, nor Megatron, is imported. Argument: the file. Without a GPU, TRITON_INTERPRET has to
+be 1: Triton reads it when it is imported; each case says whether the interpreter is to compute it.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported; each case says whether the interpreter computes it
 
 import torch
 from torch import Tensor, distributed
@@ -19,20 +18,24 @@ from sagebwd.attention import QuantConfig, context, sage_attention
 from sagebwd.attention.checks import backend_for
 from sagebwd.attention.context import sage_attention_context
 from sagebwd.attention.zigzag import Zigzag
-from sagebwd.megatron.context_sdpa import CPU, context_sdpa
-from tests.distributed.context_cases import CASES, Case
+from sagebwd.megatron.context_sdpa import CPU, GPU, context_sdpa
+from tests.distributed.context_cases import CASES, GPU_CASES, Case
 
 ROOT = 0
+ON_GPU = torch.cuda.is_available()
 
 
 def main(file: Path) -> None:
-    distributed.init_process_group("gloo")
+    if ON_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    distributed.init_process_group("nccl" if ON_GPU else "gloo")
     rank, size = distributed.get_rank(), distributed.get_world_size()
     groups = {size: distributed.group.WORLD}
     pairs = [distributed.new_group([first, first + 1]) for first in range(0, size, 2)]
     groups[2] = pairs[rank // 2]
     found = {}
-    for name, case in CASES.items():
+    for name, case in (GPU_CASES if ON_GPU else CASES).items():
         for ranks in case.ranks:
             if ranks == size or rank < 2:
                 result = compare(case, Zigzag.of(groups[ranks]))
@@ -45,7 +48,8 @@ def main(file: Path) -> None:
 
 def compare(case: Case, zigzag: Zigzag) -> dict | None:
     """On the first rank: for each tensor whether it is bitwise that of one rank, and the distance relative to it."""
-    os.environ["TRITON_INTERPRET"] = "1" if case.interpreter else "0"
+    if not ON_GPU:
+        os.environ["TRITON_INTERPRET"] = "1" if case.interpreter else "0"
     torch.manual_seed(0)
     dtype = torch.float16 if case.interpreter else getattr(torch, case.dtype)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -53,7 +57,8 @@ def compare(case: Case, zigzag: Zigzag) -> dict | None:
     k = k + torch.randn(1, 1, case.kv_heads, case.dim).to(dtype)  # a common offset, as trained keys have
     mine = [zigzag.cut(x, 0).requires_grad_() for x in (q, k, v)]
     if case.config is None:
-        o = heads_last(context_sdpa(*map(heads_first, mine), zigzag, CPU, None))
+        kernel = GPU[SDPBackend[case.kernel]] if ON_GPU else CPU
+        o = heads_last(context_sdpa(*map(heads_first, mine), zigzag, kernel, None))
     else:
         o = sage_attention_context(*mine, zigzag=zigzag, config=case.config)
     o.backward(zigzag.cut(do, 0))
@@ -62,7 +67,7 @@ def compare(case: Case, zigzag: Zigzag) -> dict | None:
         return None
     whole = [x.requires_grad_() for x in (q, k, v)]
     if case.config is None:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(SDPBackend[case.kernel] if ON_GPU else SDPBackend.FLASH_ATTENTION):
             o = scaled_dot_product_attention(*map(heads_first, whole), is_causal=True, enable_gqa=True)
         expected = heads_last(o)
     else:

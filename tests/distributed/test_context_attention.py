@@ -15,6 +15,12 @@ from sagebwd.attention.zigzag import Zigzag
 from tests.distributed.context_cases import CASES
 
 PROGRAM = Path(__file__).with_name("context_program.py")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TRITON_INTERPRET": "1",
+    "PYTHONPATH": str(PROGRAM.parents[2]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +28,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What the program found on four ranks with gloo, by case, ranks and tensor."""
     file = tmp_path_factory.mktemp("context") / "found.json"
     answer = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(PROGRAM), str(file)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PROGRAM.parents[2])},
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=4",
+            str(PROGRAM),
+            str(file),
+        ],
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=240,

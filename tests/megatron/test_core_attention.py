@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sagebwd.attention import QuantConfig, sage_attention
 from sagebwd.megatron.core_attention import SageBwdCoreAttention, SDPACoreAttention, backend_that_ran
+from sagebwd.training.world import World
 
 TOKENS, BATCH, HEADS, GROUPS, DIM = 48, 2, 4, 2, 16
 QUANT = QuantConfig(granularity="tile", block_q=32)  # not the default; 32 is the least on a GPU
@@ -161,6 +164,23 @@ def test_options_that_are_not_honoured_are_refused(kind: str, config: dict, keyw
 def test_calls_that_are_not_honoured_are_refused(kind: str, mask: Tensor | None, keywords: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         build(kind)(*qkv(), mask, **keywords)
+
+
+@pytest.mark.parametrize("kind", ["fpa", "sagebwd"])
+@pytest.mark.parametrize(
+    ("keywords", "names"),
+    [
+        ({"packed_seq_params": documents()}, "packed documents with context parallelism"),
+        ({"attn_mask_type": AttnMaskType.no_mask}, "attn_mask_type=no_mask with context parallelism"),
+    ],
+)
+def test_calls_that_context_parallelism_does_not_honour_are_refused(
+    alone: World, kind: str, keywords: dict, names: str
+) -> None:
+    groups = ProcessGroupCollection(cp=parallel_state.get_context_parallel_group())
+    core = build(kind, {"context_parallel_size": 2}, pg_collection=groups)
+    with pytest.raises(ValueError, match=names):
+        core(*qkv(), None, **keywords)
 
 
 def test_sdpa_refuses_a_causal_mask_that_it_would_align_top_left() -> None:
