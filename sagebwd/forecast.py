@@ -39,6 +39,10 @@ SEPARATE_HIDDEN, SEPARATE_FFN = 260, 46
 LOGIT_MEMORY, LOGIT_TRAFFIC = {True: 4, False: 6}, {True: 12, False: 50}
 OPTIMIZER_BYTES, ACCUMULATE_BYTES = 100, 10  # read and written a parameter: AdamW in separate passes; a micro-batch
 HOST_LAYER, HOST_STEP = {"fpa": 3.0e-3, "sagebwd": 4.5e-3}, 6e-3  # seconds: a layer's launches both ways; a step's rest
+# Context parallelism, bytes a layer and token for each element of its queries and of its keys: what arrives of another
+# rank's token, forward and backward; and what is there of every rank's tokens at the backward's widest moment
+GATHERED = {"fpa": (0, 4 + 4 + 4), "sagebwd": (3, 2 + 3)}
+GATHERED_MOMENT = {"fpa": (0, 8 + 8 + 4), "sagebwd": (8, 6)}
 NVLINK = 400e9  # bytes a second of an all-reduce inside a node (assumed)
 WORKSPACE = 64 << 20  # bytes that cuBLAS and the like keep
 START = 40.0  # seconds until the first step: imports, compilation, data
@@ -109,16 +113,19 @@ def memory(recipe: Recipe, ranks: int) -> Memory:
     m, t, stages = recipe.model, recipe.parallel.tensor, recipe.parallel.pipeline
     half, fused = recipe.train.precision != "fp32", recipe.train.fusion != "off"
     element = 2 if half else 4
-    replicas = budget.data_parallel_size(recipe, ranks)
+    data = budget.data_parallel_size(recipe, ranks)
+    replicas = data * recipe.parallel.context
     parameters = _parameters(recipe)
-    tokens = recipe.train.micro_batch * recipe.data.context
+    tokens = recipe.train.micro_batch * recipe.data.context // recipe.parallel.context
     vocabulary = padded_vocab_size(recipe.data.vocab_size, t) / t
     between = m.hidden / _sequence(recipe)
     of_micro_batch = tokens * (m.layers / stages * layer_activations(recipe) + 2 * between * element)
     # The first stage has as many micro-batches under way as there are stages, the last one, with the logits
-    under_way = min(stages, budget.plan(recipe, replicas).accumulation)
+    under_way = min(stages, budget.plan(recipe, data).accumulation)
     of_logits = LOGIT_MEMORY[fused] * (element / 2) * vocabulary
-    of_layer = element * (3 * m.ffn / t + 6 * between)
+    of_layer = max(
+        element * (3 * m.ffn / t + 6 * between), _gathered(recipe, GATHERED_MOMENT) * recipe.parallel.context
+    )
     first, last = (under_way * of_micro_batch, tokens * of_layer), (of_micro_batch, tokens * max(of_logits, of_layer))
     activations, moment = max(first, last, key=sum)
     return Memory(
@@ -165,6 +172,14 @@ def _sequence(recipe: Recipe) -> int:
     return recipe.parallel.tensor if recipe.parallel.sequence else 1
 
 
+def _gathered(recipe: Recipe, table: dict[str, tuple[int, int]]) -> float:
+    """Bytes a token and layer on one tensor-parallel rank, by GATHERED or GATHERED_MOMENT; 0 without context ranks."""
+    m, (of_queries, of_keys) = recipe.model, table[recipe.attention.kind]
+    if recipe.parallel.context == 1:
+        return 0.0
+    return (of_queries * m.heads + of_keys * m.num_kv_heads) * m.dim / recipe.parallel.tensor
+
+
 def _step_parts(recipe: Recipe, gpu: Spec, plan: budget.Plan, dp: int) -> dict[str, float]:
     """Seconds of a step on the device, by part.
 
@@ -172,7 +187,8 @@ def _step_parts(recipe: Recipe, gpu: Spec, plan: budget.Plan, dp: int) -> dict[s
     micro-batches take.
     """
     m, t, fused = recipe.model, recipe.parallel.tensor, recipe.train.fusion != "off"
-    tokens = recipe.train.tokens_per_step / dp  # of a data-parallel rank
+    context = recipe.parallel.context
+    tokens = recipe.train.tokens_per_step / dp / context  # of a rank
     bandwidth = gpu.bandwidth * 1e12 * COPY_SHARE
     vocabulary = padded_vocab_size(recipe.data.vocab_size, 1)
     parameters = _parameters(recipe)
@@ -196,8 +212,12 @@ def _step_parts(recipe: Recipe, gpu: Spec, plan: budget.Plan, dp: int) -> dict[s
         for part in ("matrix products", "attention", "element-wise", "loss"):
             parts[part] /= stages
         parts["waiting for other stages"] = together / stages * (stages - 1) / plan.accumulation
-    if dp > 1:
-        parts["gradients over ranks"] = 2 * (dp - 1) / dp * 4 * parameters / NVLINK
+    replicas = dp * context
+    if replicas > 1:
+        parts["gradients over ranks"] = 2 * (replicas - 1) / replicas * 4 * parameters / NVLINK
+    if context > 1:
+        arriving = (context - 1) * tokens * m.layers / stages * _gathered(recipe, GATHERED)
+        parts["attention's operands over ranks"] = arriving / NVLINK
     if t > 1:
         parts["activations over ranks"] = 4 * m.layers / stages * 2 * (t - 1) / t * 2 * m.hidden * tokens / NVLINK
     return parts

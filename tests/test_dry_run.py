@@ -93,6 +93,11 @@ def test_more_of_anything_takes_more() -> None:
     assert 0 < staged.parts["waiting for other stages"] < staged.step_seconds / 2
     shared = forecast(of(parallel={"distributed_optimizer": True}), H200, 2)
     assert shared.memory.optimizer == one.memory.optimizer / 2
+    long = {"data": {"context": 8192}, "train": {"micro_batch": 4}}
+    whole, halved = forecast(of(**long), H200, 1), forecast(of(**long, parallel={"context": 2}), H200, 2)
+    assert halved.memory.activations == whole.memory.activations / 2
+    assert whole.step_seconds / 2 < halved.step_seconds < whole.step_seconds
+    assert halved.parts["attention's operands over ranks"] > 0
     spread = forecast(of(train={"micro_batch": 4}), H200, 8)
     assert one.tokens_per_second < spread.tokens_per_second < 8 * one.tokens_per_second
     with pytest.raises(UserError, match="no multiple of"):

@@ -45,6 +45,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             args = tuple(CPU if _is_cuda(a) else a for a in args)
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
+        if kwargs.get("pin_memory"):  # RoPE's, with context parallelism: memory that no device reads is not pinned
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 

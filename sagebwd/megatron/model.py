@@ -92,6 +92,7 @@ def transformer_config(recipe: Recipe, dtype: torch.dtype) -> TransformerConfig:
         tensor_model_parallel_size=recipe.parallel.tensor,
         sequence_parallel=recipe.parallel.sequence,
         pipeline_model_parallel_size=recipe.parallel.pipeline,
+        context_parallel_size=recipe.parallel.context,
         deallocate_pipeline_outputs=True,  # what was sent on is kept for its place in the graph alone
         batch_p2p_sync=False,  # the host would wait for the device at each send, for the sake of an old torch
         params_dtype=dtype,

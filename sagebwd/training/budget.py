@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from sagebwd.attention.config import CONTEXT_CHUNK, NOT_WITH_CONTEXT
 from sagebwd.errors import UserError
 from sagebwd.training.recipe import Recipe
 from sagebwd.training.size import padded_vocab_size
@@ -30,8 +31,8 @@ class Plan:
 
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
     """Ranks that see different samples, of `world_size`. Raises UserError: a layout that cannot be, with the remedy."""
-    sizes = {"parallel.tensor": recipe.parallel.tensor, "parallel.pipeline": recipe.parallel.pipeline}
-    used = {key: size for key, size in sizes.items() if size > 1}
+    sizes = {key: getattr(recipe.parallel, key) for key in ("tensor", "context", "pipeline")}
+    used = {f"parallel.{key}": size for key, size in sizes.items() if size > 1}
     together = math.prod(used.values())
     if world_size % together:
         said = " * ".join(used)
@@ -40,6 +41,7 @@ def data_parallel_size(recipe: Recipe, world_size: int) -> int:
             f"start a multiple of {together} ranks (--nproc), or lower {' or '.join(used)}"
         )
     _check_tensor(recipe)
+    _check_context(recipe)
     _check_sequence(recipe)
     _check_pipeline(recipe)
     return world_size // together
@@ -49,8 +51,10 @@ def layout(recipe: Recipe, world_size: int) -> str:
     """Of ranks that data_parallel_size accepts, in words: "tensor 2 x data 4", and what is shared besides."""
     parallel, data = recipe.parallel, data_parallel_size(recipe, world_size)
     sizes = [f"tensor {parallel.tensor}{' (and sequence)' if parallel.sequence else ''}"]
+    sizes += [f"context {parallel.context}"] if parallel.context > 1 else []
     sizes += [f"pipeline {parallel.pipeline}"] if parallel.pipeline > 1 else []
-    sizes += [f"data {data}{' (sharing the optimizer)' if parallel.distributed_optimizer and data > 1 else ''}"]
+    shared = parallel.distributed_optimizer and data * parallel.context > 1
+    sizes += [f"data {data}{' (sharing the optimizer)' if shared else ''}"]
     return " x ".join(sizes)
 
 
@@ -66,6 +70,34 @@ def _check_tensor(recipe: Recipe) -> None:
     padded_vocab_size(recipe.data.vocab_size, tensor)
 
 
+def _check_context(recipe: Recipe) -> None:
+    """Context parallelism: every sequence is cut into chunks, two a rank, in which attention's numerics are the same as
+    on one rank."""
+    size, context, quant = recipe.parallel.context, recipe.data.context, recipe.attention.quant
+    if size == 1:
+        return
+    back = "or parallel.context to 1"
+    if recipe.data.pack:
+        raise UserError(
+            f"parallel.context is {size}, but data.pack is true, and documents cannot be packed in sequences that "
+            f"several ranks share: set data.pack to false, {back}"
+        )
+    sagebwd = recipe.attention.kind == "sagebwd"
+    unit = 2 * size * (CONTEXT_CHUNK if sagebwd else 1)
+    if context % unit:
+        whole = f" of a multiple of {CONTEXT_CHUNK} tokens, so that quantisation blocks stay whole" if sagebwd else ""
+        raise UserError(
+            f"parallel.context is {size}, but data.context {context} does not make {2 * size} chunks{whole}: set "
+            f"data.context to {_nearest(context, unit)}, {back}"
+        )
+    for name in NOT_WITH_CONTEXT if sagebwd else ():
+        if getattr(quant, name):
+            raise UserError(
+                f"parallel.context is {size}, but attention.quant.{name} is true, which does not go with it: set "
+                f"attention.quant.{name} to false, {back}"
+            )
+
+
 def _check_sequence(recipe: Recipe) -> None:
     """Sequence parallelism: the tensor-parallel ranks have as many tokens each."""
     parallel, context = recipe.parallel, recipe.data.context
@@ -76,11 +108,12 @@ def _check_sequence(recipe: Recipe) -> None:
             "parallel.sequence is true, but parallel.tensor is 1, and it is the tensor-parallel ranks that would share "
             "the tokens: raise parallel.tensor, or set parallel.sequence to false"
         )
-    if context % parallel.tensor:
+    unit = parallel.tensor * parallel.context
+    if context % unit:
+        sizes = "parallel.tensor" + (" * parallel.context" if parallel.context > 1 else "")
         raise UserError(
-            f"parallel.sequence is true, but data.context is {context}, no multiple of parallel.tensor "
-            f"{parallel.tensor}: set data.context to {_nearest(context, parallel.tensor)}, or parallel.sequence to "
-            "false"
+            f"parallel.sequence is true, but data.context is {context}, no multiple of {sizes} {unit}: set "
+            f"data.context to {_nearest(context, unit)}, or parallel.sequence to false"
         )
 
 

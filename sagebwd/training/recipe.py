@@ -172,8 +172,9 @@ class Parallel(Section):
     """Which GPUs share what. Changes a result by no more than the order of sums."""
 
     tensor: Positive = Field(
-        1, description="GPUs that share each matrix; the data-parallel size is ranks / (tensor * pipeline)"
+        1, description="GPUs that share each matrix; the data-parallel size is ranks / (tensor * context * pipeline)"
     )
+    context: Positive = Field(1, description="GPUs that share the tokens of every sequence, in attention as elsewhere")
     sequence: bool = Field(
         False, description="what lies between the matrices is shared too, by tokens: less memory; needs tensor > 1"
     )

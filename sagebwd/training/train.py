@@ -77,6 +77,7 @@ def run(recipe: Recipe, arm: str, folder: Path, prepared: Prepared) -> End:
             recipe.parallel.tensor,
             recipe.seed,
             minutes + 1,  # the watchdog is first, and says more
+            context=recipe.parallel.context,
             pipeline=recipe.parallel.pipeline,
         ) as here,
         contextlib.ExitStack() as stack,

@@ -30,9 +30,8 @@ def recipe(data: Data, layout: Layout, arm: str, *, gpu: bool = False) -> Recipe
     # What differs in the last bit can round to another integer of 8: noise of some 1e-6 in SageBwd's loss over so many
     # tokens, and more over fewer. It does not grow from step to step.
     base = tiny_recipe(data, kind, steps=STEPS, tokens_per_step=SEQUENCES * data.context, micro_batch=32)
-    if gpu:
-        base = changed(base, ON_GPU)
-    return changed(base, {"parallel": layout.parallel, "train": layout.train})
+    base = changed(base, ON_GPU if gpu else {"evaluation": {"tokens": 1024}})  # a long sequence for two ranks
+    return changed(base, {"parallel": layout.parallel, "train": layout.train, "data": layout.data})
 
 
 def launch(

@@ -10,16 +10,23 @@ FPA, SAGEBWD, PACKED = "fpa", "sagebwd", "sagebwd-packed"  # PACKED: documents t
 
 @dataclass(frozen=True)
 class Layout:
-    """ranks: processes, one a GPU where there are any. parallel, train: keys of the recipe. tested: the arms that it
-    trains in the test suite; the parity suite trains the first two in every layout."""
+    """ranks: processes, one a GPU where there are any. parallel, train, data: keys of the recipe. tested: the arms that
+    it trains in the test suite; the parity suite trains the first two in every layout. like: what it is compared with.
+    """
 
     ranks: int
     parallel: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     tested: tuple[str, ...] = (FPA,)
+    data: dict[str, Any] = field(default_factory=dict)
+    like: str = "tp1"
 
 
-ALONE = "tp1"  # what all others are compared with
+ALONE = "tp1"  # what all others are compared with, but for
+LONG = "tp1-long"  # those of sequences long enough to be cut into chunks of whole quantisation blocks
+_TRAIN = {"tokens_per_step": 8192, "total_tokens": 20 * 8192, "micro_batch": 8}
+LONG_KEYS: dict[str, Any] = {"train": _TRAIN, "data": {"context": 512}, "like": LONG}
+BOTH = (FPA, SAGEBWD)
 LAYOUTS = {
     ALONE: Layout(1, tested=(FPA, SAGEBWD, PACKED)),
     "tp2": Layout(2, {"tensor": 2}, tested=(FPA, SAGEBWD, PACKED)),
@@ -33,6 +40,11 @@ LAYOUTS = {
     "tp2-dp2": Layout(4, {"tensor": 2}, tested=(FPA, SAGEBWD)),
     "tp2-pp2-sp": Layout(4, {"tensor": 2, "pipeline": 2, "sequence": True}, tested=(FPA, SAGEBWD)),
     "pp2-dp2-distopt": Layout(4, {"pipeline": 2, "distributed_optimizer": True}),
+    LONG: Layout(1, tested=BOTH, **LONG_KEYS),
+    "cp2": Layout(2, {"context": 2}, tested=BOTH, **LONG_KEYS),
+    "tp2-cp2-sp": Layout(4, {"tensor": 2, "context": 2, "sequence": True}, tested=BOTH, **LONG_KEYS),
+    "cp2-pp2": Layout(4, {"context": 2, "pipeline": 2}, tested=(FPA,), **LONG_KEYS),
+    "cp2-dp2-distopt": Layout(4, {"context": 2, "distributed_optimizer": True}, tested=(FPA,), **LONG_KEYS),
 }
 # One rank again, and what differs is the rounding alone: how far apart may two runs in bf16 be?
 CONTROLS = {

@@ -44,7 +44,9 @@ def main() -> int:
     names = arguments.layouts.split(",") if arguments.layouts else list(LAYOUTS)
     if unknown := set(names) - set(LAYOUTS):
         parser.error(f"no layout {', '.join(sorted(unknown))}: choose from {', '.join(LAYOUTS)}")
-    layouts = {name: LAYOUTS[name] for name in dict.fromkeys([ALONE, *names])} | (CONTROLS if gpu else {})
+    compared_with = [LAYOUTS[name].like for name in names]
+    layouts = {name: LAYOUTS[name] for name in dict.fromkeys([ALONE, *compared_with, *names])}
+    layouts |= CONTROLS if gpu else {}
     fitting = {name: layout for name, layout in layouts.items() if not gpu or layout.ranks <= gpus}
     out = arguments.out or RESULTS / parity_report.machine_name(gpus if gpu else 0)
     begin = time.monotonic()

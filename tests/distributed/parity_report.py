@@ -14,7 +14,7 @@ import torch
 
 from sagebwd import machine
 from tests.distributed.launch import SEQUENCES, STEPS
-from tests.distributed.layouts import ALONE, CONTROLS, Layout
+from tests.distributed.layouts import ALONE, CONTROLS, LONG, Layout
 from tests.training.runs import Logged
 
 REPORT, CSV = "report.md", "results.csv"
@@ -68,9 +68,10 @@ def judge(
     """
     rows = []
     for arm in arms:
-        alone = found.get((ALONE, arm))
         distances = {
-            name: distance(alone, found[name, arm]) for name in layouts if alone is not None and (name, arm) in found
+            name: distance(found[layout.like, arm], found[name, arm])
+            for name, layout in layouts.items()
+            if (layout.like, arm) in found and (name, arm) in found
         }
         noise = [distances[name] for name in CONTROLS if name in distances]
         loss, norm = FP32_LOSS, FP32_NORM
@@ -78,9 +79,12 @@ def judge(
             loss = max([LEAST_LOSS, *(NOISES * each.loss_max for each in noise)])
             norm = max([LEAST_NORM, *(NOISES * each.norm_max for each in noise)])
         for name, layout in layouts.items():
-            keys = ", ".join(f"{key}: {value}" for key, value in (layout.parallel | layout.train).items()) or "-"
+            keys = (
+                ", ".join(f"{key}: {value}" for key, value in (layout.parallel | layout.train | layout.data).items())
+                or "-"
+            )
             if name not in distances:
-                why = failures.get((name, arm), f"{ALONE} failed")
+                why = failures.get((name, arm), f"{layout.like} failed")
                 rows.append(Row(name, keys, layout.ranks, arm, None, None, loss, norm, False, why))
                 continue
             far = distances[name]
@@ -130,7 +134,7 @@ def write(
 
 
 def _lines(rows: list[Row], attention: dict[str, bool], left_out: list[str], gpus: int, seconds: float) -> list[str]:
-    judged = [row for row in rows if row.layout not in (ALONE, *CONTROLS)]
+    judged = [row for row in rows if row.layout not in (ALONE, LONG, *CONTROLS)]
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions().items() if number)
     where = (
         f"{gpus} x {torch.cuda.get_device_name(0)}, NCCL, bf16"
@@ -141,7 +145,8 @@ def _lines(rows: list[Row], attention: dict[str, bool], left_out: list[str], gpu
         "# Parity of layouts",
         "",
         f"**{sum(row.passed for row in judged)} of {len(judged)} runs pass.** {STEPS} steps of {SEQUENCES} sequences "
-        f"each, the same data and initial weights; every distance is from `{ALONE}`, one rank.",
+        f"each, the same data and initial weights; every distance is from one rank, `{ALONE}` or, where the "
+        f"recipe has its context, `{LONG}`.",
         "",
         f"- machine: {where}",
         f"- command: `{shlex.join(['python', '-m', 'tests.distributed.parity', *sys.argv[1:]])}`, {seconds:.0f} s",

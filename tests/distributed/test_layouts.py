@@ -13,7 +13,7 @@ from sagebwd.tokenizer import Prepared, prepare
 from sagebwd.training import checkpoint, run_folder
 from sagebwd.training.recipe import Data, Recipe
 from tests.distributed.launch import STEPS, launch, recipe
-from tests.distributed.layouts import ALONE, FPA, LAYOUTS, SAGEBWD
+from tests.distributed.layouts import ALONE, FPA, LAYOUTS, LONG, SAGEBWD
 from tests.training.runs import logged
 
 pytest_plugins = ("tests.small_corpus",)
@@ -30,6 +30,9 @@ RESUMED = [
     ("tp2-pp2-sp", "tp2", (FPA,)),
     ("pp2-dp2-distopt", "pp2-dp2-distopt", (FPA,)),
     ("pp2", "tp2-pp2-sp", (FPA,)),
+    ("cp2", LONG, (SAGEBWD,)),
+    ("cp2-dp2-distopt", "cp2", (FPA,)),
+    (LONG, "tp2-cp2-sp", (SAGEBWD,)),
 ]
 
 
@@ -76,10 +79,10 @@ def resumed(small_data: Data, prepared: Prepared, runs: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("layout", "arm"),
-    [(name, arm) for name, layout in LAYOUTS.items() if name != ALONE for arm in layout.tested],
+    [(name, arm) for name, layout in LAYOUTS.items() if name != layout.like for arm in layout.tested],
 )
 def test_losses_do_not_depend_on_the_layout(runs: Path, layout: str, arm: str) -> None:
-    one, other = logged(runs / ALONE / arm), logged(runs / layout / arm)
+    one, other = logged(runs / LAYOUTS[layout].like / arm), logged(runs / layout / arm)
     assert [step for step, _ in other.scalars["train/loss"]] == list(range(1, STEPS + 1))
     ours, theirs = other.values("train/loss"), one.values("train/loss")
     assert ours[0] == pytest.approx(theirs[0], abs=1e-6)

@@ -12,6 +12,7 @@ def test_cuda_means_the_cpu_inside() -> None:
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert torch.zeros(2, device=torch.device("cuda", 0)).device.type == "cpu"
         assert torch.zeros(2).to("cuda:0").cuda().device.type == "cpu"
+        assert not torch.tensor([0], device="cpu", pin_memory=True).cuda(non_blocking=True).is_pinned()
         assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(2).type(torch.bfloat16).dtype is torch.bfloat16
         assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"

@@ -70,6 +70,34 @@ def test_sequences_that_cannot_be_shared(parallel: dict, context: int, complaint
 
 
 @pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"data": {"context": 256}}, "data.context 256 does not make 4 chunks of a multiple of 128 .* to 512, or"),
+        ({"data": {"context": 1100}}, "set data.context to 1024 or 1536, or parallel.context to 1"),
+        ({"data": {"context": 511}, "attention": {"kind": "fpa"}}, "does not make 4 chunks: set data.context to 508"),
+        ({"data": {"context": 512, "pack": True}}, "data.pack is true, .* set data.pack to false, or parallel.context"),
+        ({"attention": {"quant": {"smooth_q": True}}}, "set attention.quant.smooth_q to false, or parallel.context to"),
+        ({"attention": {"quant": {"project": True}}}, "set attention.quant.project to false, or parallel.context to 1"),
+    ],
+)
+def test_sequences_that_context_ranks_cannot_share(sections: dict, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        data_parallel_size(recipe(**{"data": {"context": 512}} | sections, parallel={"context": 2}), 2)
+
+
+def test_tokens_of_a_context_rank_that_sequence_parallelism_cannot_share() -> None:
+    sections = {"attention": {"kind": "fpa"}, "data": {"context": 12}}
+    complaint = r"no multiple of parallel.tensor \* parallel.context 8: set data.context to 8 or 16"
+    with pytest.raises(UserError, match=complaint):
+        data_parallel_size(recipe(**sections, parallel={"sequence": True, "tensor": 4, "context": 2}), 8)
+
+
+def test_what_is_sagebwd_s_alone_does_not_keep_full_precision_from_context_ranks() -> None:
+    attention = {"kind": "fpa", "quant": {"smooth_q": True}}
+    assert data_parallel_size(recipe(attention=attention, data={"context": 8}, parallel={"context": 2}), 4) == 2
+
+
+@pytest.mark.parametrize(
     ("parallel", "layers", "world", "complaint"),
     [
         ({"pipeline": 3}, 4, 3, "parallel.pipeline is 3, but model.layers is 4, .* to 2, or model.layers to 3 or 6"),
@@ -92,6 +120,9 @@ def test_a_layout_in_words() -> None:
     said = "tensor 2 (and sequence) x pipeline 2 x data 2 (sharing the optimizer)"
     assert layout(recipe(parallel=parallel), 8) == said
     assert layout(recipe(), 3) == "tensor 1 x data 3"
+    shared = {"context": 2, "distributed_optimizer": True}
+    said = "tensor 1 x context 2 x data 1 (sharing the optimizer)"
+    assert layout(recipe(parallel=shared, data={"context": 512}), 2) == said
 
 
 def test_a_vocabulary_that_does_not_divide() -> None:
@@ -102,3 +133,5 @@ def test_a_vocabulary_that_does_not_divide() -> None:
 def test_data_parallel_size() -> None:
     assert data_parallel_size(recipe(parallel={"tensor": 2}), 8) == 4
     assert data_parallel_size(recipe(parallel={"tensor": 2, "pipeline": 2}), 8) == 2
+    parallel = {"tensor": 2, "pipeline": 2, "context": 2}
+    assert data_parallel_size(recipe(parallel=parallel, data={"context": 512}), 8) == 1

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.nn import Parameter
 
+from sagebwd.attention.zigzag import Zigzag
 from sagebwd.megatron.model import build_model
 from sagebwd.megatron.stages import whole_name
 from sagebwd.training import gradients
@@ -29,6 +30,7 @@ class MegatronEngine(Engine):
         self.recipe, self.dtype, self.here, self.accumulation = recipe, dtype, here, plan.accumulation
         replicas = here.data_size * here.context_size
         self.sharded = recipe.parallel.distributed_optimizer and replicas > 1
+        self.zigzag = Zigzag(here.context_rank, here.context_size) if here.context_size > 1 else None
         model = build_model(recipe, vocab_size, dtype)
         config = model.config
         self.megatron = model
@@ -157,7 +159,7 @@ class MegatronEngine(Engine):
         return of_each, partial(losses.sums, mask)
 
     def _losses(self, model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        return losses.token_losses(model, batch, self.here.device, pack=self.recipe.data.pack)
+        return losses.token_losses(model, batch, self.here.device, pack=self.recipe.data.pack, zigzag=self.zigzag)
 
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
         """The torch optimizers inside Megatron's."""
