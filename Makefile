@@ -14,7 +14,7 @@ ifeq ($(origin PY),file)
   READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup test fuzz lint parity survive compare bench doctor compile-check sanitize tensorboard clean
+.PHONY: help setup test fuzz lint parity survive compare bench bench-context doctor compile-check sanitize tensorboard clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -52,6 +52,9 @@ survive: $(READY) ## kill, stop, damage and starve training 200 times; docs/surv
 
 bench: $(READY) ## SageBwd against full-precision attention on this machine's GPU: ARGS=--quick takes under a minute
 	$(PY) -m sagebwd.kernels.benchmarks.bench $(ARGS)
+
+bench-context: $(READY) ## attention with its tokens on two GPUs against one: time, memory, what is gathered
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 -m sagebwd.kernels.benchmarks.context $(ARGS)
 
 doctor: $(READY) ## what is installed, which backend a call gets here and why, a self-test of the kernels
 	@$(PY) -m sagebwd.cli doctor
