@@ -30,7 +30,7 @@ from tests.training.runs import logged
 ARMS = (FPA, SAGEBWD)
 RESULTS = Path(__file__).with_name("results")
 # documents, vocabulary, context
-CORPUS = {False: (60, 512, 32), True: (600, 2048, 512)}
+CORPUS = {False: (60, 512, 32), True: (1500, 1024, 512)}
 
 
 def main() -> int:
