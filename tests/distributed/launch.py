@@ -25,12 +25,14 @@ ON_GPU = {
 
 def recipe(data: Data, layout: Layout, arm: str, *, gpu: bool = False) -> Recipe:
     """STEPS steps of SEQUENCES sequences, 32 a micro-batch unless the layout says otherwise."""
-    kind, _, pack = arm.partition("-")
-    data = data.model_copy(update={"pack": bool(pack)})
+    kind, _, variant = arm.partition("-")
+    data = data.model_copy(update={"pack": variant == "packed"})
     # What differs in the last bit can round to another integer of 8: noise of some 1e-6 in SageBwd's loss over so many
     # tokens, and more over fewer. It does not grow from step to step.
     base = tiny_recipe(data, kind, steps=STEPS, tokens_per_step=SEQUENCES * data.context, micro_batch=32)
     base = changed(base, ON_GPU if gpu else {"evaluation": {"tokens": 1024}})  # a long sequence for two ranks
+    if variant == "bf16":
+        base = changed(base, {"train": {"precision": "bf16"}})
     return changed(base, {"parallel": layout.parallel, "train": layout.train, "data": layout.data})
 
 

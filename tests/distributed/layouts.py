@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FPA, SAGEBWD, PACKED = "fpa", "sagebwd", "sagebwd-packed"  # PACKED: documents that do not see each other
+BF16 = "fpa-bf16"  # FP32 master weights, which the optimizer shards in another way than FP32 weights
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,18 @@ _TRAIN = {"tokens_per_step": 8192, "total_tokens": 20 * 8192, "micro_batch": 8}
 LONG_KEYS: dict[str, Any] = {"train": _TRAIN, "data": {"context": 512}, "like": LONG}
 BOTH = (FPA, SAGEBWD)
 LAYOUTS = {
-    ALONE: Layout(1, tested=(FPA, SAGEBWD, PACKED)),
+    ALONE: Layout(1, tested=(FPA, SAGEBWD, PACKED, BF16)),
     "tp2": Layout(2, {"tensor": 2}, tested=(FPA, SAGEBWD, PACKED)),
     "tp2-sp": Layout(2, {"tensor": 2, "sequence": True}, tested=(FPA, PACKED)),
     "dp2": Layout(2, tested=(FPA, SAGEBWD)),
     "dp2-late": Layout(2, {"overlap_grad_reduce": False}),
-    "dp2-distopt": Layout(2, {"distributed_optimizer": True}, tested=(FPA, SAGEBWD)),
+    "dp2-distopt": Layout(2, {"distributed_optimizer": True}, tested=(FPA, SAGEBWD, BF16)),
     "pp2": Layout(2, {"pipeline": 2}, tested=(FPA, PACKED)),
     "pp2-of-1": Layout(2, {"pipeline": 2}, {"micro_batch": 128}),  # micro-batches a step
     "pp2-of-16": Layout(2, {"pipeline": 2}, {"micro_batch": 8}, tested=(SAGEBWD,)),
     "tp2-dp2": Layout(4, {"tensor": 2}, tested=(FPA, SAGEBWD)),
     "tp2-pp2-sp": Layout(4, {"tensor": 2, "pipeline": 2, "sequence": True}, tested=(FPA, SAGEBWD)),
-    "pp2-dp2-distopt": Layout(4, {"pipeline": 2, "distributed_optimizer": True}),
+    "pp2-dp2-distopt": Layout(4, {"pipeline": 2, "distributed_optimizer": True}, tested=(FPA, BF16)),
     LONG: Layout(1, tested=BOTH, **LONG_KEYS),
     "cp2": Layout(2, {"context": 2}, tested=BOTH, **LONG_KEYS),
     "tp2-cp2-sp": Layout(4, {"tensor": 2, "context": 2, "sequence": True}, tested=BOTH, **LONG_KEYS),

@@ -13,7 +13,7 @@ from sagebwd.tokenizer import Prepared, prepare
 from sagebwd.training import checkpoint, run_folder
 from sagebwd.training.recipe import Data, Recipe
 from tests.distributed.launch import STEPS, launch, recipe
-from tests.distributed.layouts import ALONE, FPA, LAYOUTS, LONG, SAGEBWD
+from tests.distributed.layouts import ALONE, BF16, FPA, LAYOUTS, LONG, SAGEBWD
 from tests.training.runs import logged
 
 pytest_plugins = ("tests.small_corpus",)
@@ -22,13 +22,13 @@ RESUMED = [
     (ALONE, "dp2", (FPA,)),
     (ALONE, "tp2", (FPA, SAGEBWD)),
     ("tp2", "dp2", (SAGEBWD,)),
-    ("dp2-distopt", "dp2-distopt", (FPA, SAGEBWD)),
+    ("dp2-distopt", "dp2-distopt", (FPA, SAGEBWD, BF16)),
     ("dp2-distopt", "tp2", (FPA,)),
     ("tp2-sp", "dp2-distopt", (FPA,)),
     ("pp2", "pp2", (FPA,)),
     ("pp2-dp2-distopt", "pp2", (FPA,)),
     ("tp2-pp2-sp", "tp2", (FPA,)),
-    ("pp2-dp2-distopt", "pp2-dp2-distopt", (FPA,)),
+    ("pp2-dp2-distopt", "pp2-dp2-distopt", (FPA, BF16)),
     ("pp2", "tp2-pp2-sp", (FPA,)),
     ("cp2", LONG, (SAGEBWD,)),
     ("cp2-dp2-distopt", "cp2", (FPA,)),
@@ -85,11 +85,12 @@ def test_losses_do_not_depend_on_the_layout(runs: Path, layout: str, arm: str) -
     one, other = logged(runs / LAYOUTS[layout].like / arm), logged(runs / layout / arm)
     assert [step for step, _ in other.scalars["train/loss"]] == list(range(1, STEPS + 1))
     ours, theirs = other.values("train/loss"), one.values("train/loss")
-    assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
-    assert ours == pytest.approx(theirs, abs=1e-4)
-    assert ours[-1] == pytest.approx(theirs[-1], abs=1e-5)
-    assert other.values("validation/loss")[-1] == pytest.approx(one.values("validation/loss")[-1], abs=1e-5)
-    assert other.values("train/grad_norm")[-1] == pytest.approx(one.values("train/grad_norm")[-1], rel=1e-4)
+    coarse = 30 if arm == BF16 else 1  # a layout that is wrong is further off than rounding to bf16
+    assert ours[0] == pytest.approx(theirs[0], abs=coarse * 1e-6)
+    assert ours == pytest.approx(theirs, abs=coarse * 1e-4)
+    assert ours[-1] == pytest.approx(theirs[-1], abs=coarse * 1e-5)
+    assert other.values("validation/loss")[-1] == pytest.approx(one.values("validation/loss")[-1], abs=coarse * 1e-5)
+    assert other.values("train/grad_norm")[-1] == pytest.approx(one.values("train/grad_norm")[-1], rel=coarse * 1e-4)
     assert theirs[-1] < theirs[0] - 0.3
 
 
