@@ -33,7 +33,8 @@ def recipe(data: Data, layout: Layout, arm: str, *, gpu: bool = False) -> Recipe
     base = changed(base, ON_GPU if gpu else {"evaluation": {"tokens": 1024}})  # a long sequence for two ranks
     if variant == "bf16":
         base = changed(base, {"train": {"precision": "bf16"}})
-    return changed(base, {"parallel": layout.parallel, "train": layout.train, "data": layout.data})
+    made = changed(base, {"parallel": layout.parallel, "train": layout.train, "data": layout.data})
+    return changed(made, {"optimizer": {"warmup_tokens": 4 * made.train.tokens_per_step}})
 
 
 def launch(

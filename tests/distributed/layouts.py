@@ -24,9 +24,12 @@ class Layout:
 
 
 ALONE = "tp1"  # what all others are compared with, but for
-LONG = "tp1-long"  # those of sequences long enough to be cut into chunks of whole quantisation blocks
-_TRAIN = {"tokens_per_step": 8192, "total_tokens": 20 * 8192, "micro_batch": 8}
-LONG_KEYS: dict[str, Any] = {"train": _TRAIN, "data": {"context": 512}, "like": LONG}
+LONG = "tp1-long"  # those of sequences long enough to be cut into chunks of whole quantisation blocks, and
+ODD = "tp1-odd"  # those of three micro-batches a step
+_LONG = {"tokens_per_step": 8192, "total_tokens": 20 * 8192, "micro_batch": 8}
+_ODD = {"tokens_per_step": 9 * 512, "total_tokens": 20 * 9 * 512, "micro_batch": 3}
+LONG_KEYS: dict[str, Any] = {"train": _LONG, "data": {"context": 512}, "like": LONG}
+ODD_KEYS: dict[str, Any] = {"train": _ODD, "data": {"context": 512}, "like": ODD}
 BOTH = (FPA, SAGEBWD)
 LAYOUTS = {
     ALONE: Layout(1, tested=(FPA, SAGEBWD, PACKED, BF16)),
@@ -38,6 +41,8 @@ LAYOUTS = {
     "pp2": Layout(2, {"pipeline": 2}, tested=(FPA, PACKED)),
     "pp2-of-1": Layout(2, {"pipeline": 2}, {"micro_batch": 128}),  # micro-batches a step
     "pp2-of-16": Layout(2, {"pipeline": 2}, {"micro_batch": 8}, tested=(SAGEBWD,)),
+    ODD: Layout(1, **ODD_KEYS),
+    "pp2-odd": Layout(2, {"pipeline": 2}, **ODD_KEYS),
     "tp2-dp2": Layout(4, {"tensor": 2}, tested=(FPA, SAGEBWD)),
     "tp2-pp2-sp": Layout(4, {"tensor": 2, "pipeline": 2, "sequence": True}, tested=(FPA, SAGEBWD)),
     "pp2-dp2-distopt": Layout(4, {"pipeline": 2, "distributed_optimizer": True}, tested=(FPA, BF16)),
@@ -51,4 +56,7 @@ LAYOUTS = {
 CONTROLS = {
     "tp1-micro": Layout(1, train={"micro_batch": 16}),  # other sums in FP32
     "tp1-fused": Layout(1, train={"fusion": "on"}),  # one rounding to bf16 where others round after every operation
+    "tp1-long-micro": Layout(1, **LONG_KEYS | {"train": _LONG | {"micro_batch": 4}}),
+    "tp1-long-fused": Layout(1, **LONG_KEYS | {"train": _LONG | {"fusion": "on"}}),
+    "tp1-odd-fused": Layout(1, **ODD_KEYS | {"train": _ODD | {"fusion": "on"}}),
 }

@@ -46,7 +46,8 @@ def main() -> int:
         parser.error(f"no layout {', '.join(sorted(unknown))}: choose from {', '.join(LAYOUTS)}")
     compared_with = [LAYOUTS[name].like for name in names]
     layouts = {name: LAYOUTS[name] for name in dict.fromkeys([ALONE, *compared_with, *names])}
-    layouts |= CONTROLS if gpu else {}
+    if gpu:
+        layouts |= {name: control for name, control in CONTROLS.items() if control.like in layouts}
     fitting = {name: layout for name, layout in layouts.items() if not gpu or layout.ranks <= gpus}
     out = arguments.out or RESULTS / parity_report.machine_name(gpus if gpu else 0)
     begin = time.monotonic()

@@ -7,20 +7,22 @@ import os
 import platform
 import shlex
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sagebwd import machine
-from tests.distributed.launch import SEQUENCES, STEPS
-from tests.distributed.layouts import ALONE, CONTROLS, LONG, Layout
+from tests.distributed.launch import STEPS
+from tests.distributed.layouts import ALONE, CONTROLS, LAYOUTS, LONG, ODD, Layout
 from tests.training.runs import Logged
 
 REPORT, CSV = "report.md", "results.csv"
 FP32_LOSS, FP32_NORM = 1e-5, 1e-4  # at the last step: nats; a share of the gradient's norm
 NOISES = 3  # in bf16: as many times the distance of a control
 LEAST_LOSS, LEAST_NORM = 2e-4, 2e-3  # in bf16 no bar is below: a control that happens to agree is no measure
+REFERENCES = {layout.like for layout in LAYOUTS.values()}
 PARTS = ("output", "dQ", "dK", "dV")
 
 
@@ -73,26 +75,43 @@ def judge(
             for name, layout in layouts.items()
             if (layout.like, arm) in found and (name, arm) in found
         }
-        noise = [distances[name] for name in CONTROLS if name in distances]
-        loss, norm = FP32_LOSS, FP32_NORM
-        if gpu:
-            loss = max([LEAST_LOSS, *(NOISES * each.loss_max for each in noise)])
-            norm = max([LEAST_NORM, *(NOISES * each.norm_max for each in noise)])
         for name, layout in layouts.items():
-            keys = (
-                ", ".join(f"{key}: {value}" for key, value in (layout.parallel | layout.train | layout.data).items())
-                or "-"
-            )
-            if name not in distances:
-                why = failures.get((name, arm), f"{layout.like} failed")
-                rows.append(Row(name, keys, layout.ranks, arm, None, None, loss, norm, False, why))
-                continue
-            far = distances[name]
-            losses, norms = ((far.loss_max,), far.norm_max) if gpu else ((far.loss, far.validation), far.norm)
-            close = all(each <= loss for each in losses) and norms <= norm
-            last = found[name, arm].values("train/loss")[-1]
-            rows.append(Row(name, keys, layout.ranks, arm, last, far, loss, norm, close or name in CONTROLS))
+            loss, norm = _limits([distances[each] for each in _controls(layout.like) if each in distances], gpu=gpu)
+            row = Row(name, _keys(layout), layout.ranks, arm, None, None, loss, norm, False)
+            if name in distances:
+                far = distances[name]
+                losses, norms = ((far.loss_max,), far.norm_max) if gpu else ((far.loss, far.validation), far.norm)
+                close = all(each <= loss for each in losses) and norms <= norm
+                last = found[name, arm].values("train/loss")[-1]
+                rows.append(replace(row, last_loss=last, distance=far, passed=close or name in CONTROLS))
+            else:
+                rows.append(replace(row, why=failures.get((name, arm), f"{layout.like} failed")))
     return rows
+
+
+def _controls(like: str) -> list[str]:
+    return [name for name, layout in CONTROLS.items() if layout.like == like]
+
+
+def _limits(noise: list[Distance], *, gpu: bool) -> tuple[float, float]:
+    """Of a loss and of a gradient's norm."""
+    if not gpu:
+        return FP32_LOSS, FP32_NORM
+    loss = max([LEAST_LOSS, *(NOISES * each.loss_max for each in noise)])
+    return loss, max([LEAST_NORM, *(NOISES * each.norm_max for each in noise)])
+
+
+def _keys(layout: Layout) -> str:
+    """What its recipe has that the one it is compared with has not."""
+
+    def of(each: Layout) -> dict[str, Any]:
+        sections = {"parallel": each.parallel, "train": each.train, "data": each.data}
+        return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+    reference = LAYOUTS[layout.like]
+    like = {} if reference is layout else of(reference)
+    told = {key: value for key, value in of(layout).items() if like.get(key) != value and key != "train.total_tokens"}
+    return ", ".join(f"{key}={str(value).lower()}" for key, value in told.items()) or "-"
 
 
 def distance(one: Logged, other: Logged) -> Distance:
@@ -134,7 +153,7 @@ def write(
 
 
 def _lines(rows: list[Row], attention: dict[str, bool], left_out: list[str], gpus: int, seconds: float) -> list[str]:
-    judged = [row for row in rows if row.layout not in (ALONE, LONG, *CONTROLS)]
+    judged = [row for row in rows if row.layout not in REFERENCES and row.layout not in CONTROLS]
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions().items() if number)
     where = (
         f"{gpus} x {torch.cuda.get_device_name(0)}, NCCL, bf16"
@@ -144,9 +163,8 @@ def _lines(rows: list[Row], attention: dict[str, bool], left_out: list[str], gpu
     lines = [
         "# Parity of layouts",
         "",
-        f"**{sum(row.passed for row in judged)} of {len(judged)} runs pass.** {STEPS} steps of {SEQUENCES} sequences "
-        f"each, the same data and initial weights; every distance is from one rank, `{ALONE}` or, where the "
-        f"recipe has its context, `{LONG}`.",
+        f"**{sum(row.passed for row in judged)} of {len(judged)} runs pass.** {STEPS} steps each, the same data and "
+        f"initial weights; every distance is from one rank: `{ALONE}`, `{LONG}` for context parallelism, `{ODD}`.",
         "",
         f"- machine: {where}",
         f"- command: `{shlex.join(['python', '-m', 'tests.distributed.parity', *sys.argv[1:]])}`, {seconds:.0f} s",
@@ -175,16 +193,20 @@ def _lines(rows: list[Row], attention: dict[str, bool], left_out: list[str], gpu
 def _bars(rows: list[Row], gpus: int) -> str:
     if not gpus:
         return f"at the last step, loss and validation within {FP32_LOSS:g} nats, gradient norm within {FP32_NORM:g}"
-    of_arms = {row.arm: f"{row.arm} {row.bar_loss:.1e} nats and {row.bar_norm:.1e}" for row in rows}
+    bars = {
+        (row.arm, LAYOUTS[row.layout].like): f"{row.bar_loss:.1e} nats and {row.bar_norm:.1e}"
+        for row in rows
+        if row.layout in LAYOUTS
+    }
     return (
         f"at the worst step, {NOISES} times the noise of bf16, or {LEAST_LOSS:g} nats and {LEAST_NORM:g} of the norm "
-        f"if that is more: {'; '.join(of_arms.values())}. The noise is what one GPU differs by from itself where only "
-        f"rounding changes ({', '.join(f'`{name}`' for name in CONTROLS)})"
+        "if that is more. The noise is what one GPU differs by from itself where only rounding changes (the controls). "
+        + "; ".join(f"{arm} against `{like}`: {bar}" for (arm, like), bar in bars.items())
     )
 
 
 def _cells(row: Row) -> str:
-    known = {ALONE: "reference"} | dict.fromkeys(CONTROLS, "control")
+    known = dict.fromkeys(REFERENCES, "reference") | dict.fromkeys(CONTROLS, "control")
     verdict = known.get(row.layout, "pass") if row.passed else "**FAIL**"
     if row.distance is None:
         return f"| {row.layout} | {row.keys} | {row.ranks} | | | | | | | **FAIL**: {row.why} |"
