@@ -145,7 +145,11 @@ def _sdpa(device: torch.device) -> Iterator[str]:
 
 def _training() -> Iterator[str]:
     """What a recipe needs besides the operator; each with its remedy."""
-    for module, package in (("megatron.core", "megatron-core"), ("sentencepiece", "sentencepiece")):
+    for module, package in (
+        ("megatron.core", "megatron-core"),
+        ("deepspeed", "deepspeed"),
+        ("sentencepiece", "sentencepiece"),
+    ):
         yield f"{module}: {'there' if _importable(module) else f'missing; `make setup`, or `pip install {package}`'}"
     if not _importable("sentencepiece"):
         return  # the corpora are part of the tokenizer's package

@@ -128,13 +128,23 @@ def memory(recipe: Recipe, ranks: int) -> Memory:
     )
     first, last = (under_way * of_micro_batch, tokens * of_layer), (of_micro_batch, tokens * max(of_logits, of_layer))
     activations, moment = max(first, last, key=sum)
+    weights, gradients, optimizer = _held(recipe, replicas)
     return Memory(
-        weights=element * parameters,
-        gradients=4 * parameters,
-        optimizer=(12 if half else 8) * parameters / (replicas if recipe.parallel.distributed_optimizer else 1),
+        weights=element * parameters * weights,
+        gradients=4 * parameters * gradients,
+        optimizer=(12 if half else 8) * parameters * optimizer,
         activations=activations,
         widest=WORKSPACE + max(moment, 4 * parameters - activations),  # or AdamW's
     )
+
+
+def _held(recipe: Recipe, replicas: int) -> tuple[float, float, float]:
+    """The shares of weights, gradients and optimizer that one of the ranks with the same weights holds on its GPU."""
+    parallel = recipe.parallel
+    if parallel.engine == "megatron":
+        return 1, 1, 1 / replicas if parallel.distributed_optimizer else 1
+    weights, gradients, optimizer = (1 / replicas if parallel.zero_stage >= stage else 1 for stage in (3, 2, 1))
+    return weights, gradients, 0 if parallel.offload == "cpu" else optimizer
 
 
 def _parameters(recipe: Recipe) -> float:

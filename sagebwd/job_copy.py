@@ -10,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import sagebwd.deepspeed
 import sagebwd.kernels
 import sagebwd.tokenizer
 from sagebwd import machine
@@ -23,7 +24,7 @@ def take(recipe: Path, folder: Path) -> None:
     without_caches = shutil.ignore_patterns("__pycache__", "results")
     code = folder / "code" / "sagebwd"
     shutil.copytree(Path(sagebwd.__file__).parent, code, ignore=without_caches)
-    for package in (sagebwd.kernels, sagebwd.tokenizer):  # in a repository they lie elsewhere
+    for package in (sagebwd.deepspeed, sagebwd.kernels, sagebwd.tokenizer):  # in a repository they lie elsewhere
         into = code / package.__name__.rpartition(".")[2]
         shutil.copytree(Path(package.__file__).parent, into, ignore=without_caches, dirs_exist_ok=True)
     (code / machine.COMMIT).write_text(f"{machine.commit() or ''}\n", encoding="utf-8")

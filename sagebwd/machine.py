@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGES = ("sagebwd", "torch", "triton", "numpy", "megatron-core")
+PACKAGES = ("sagebwd", "torch", "triton", "numpy", "megatron-core", "deepspeed")
 COMMIT = "COMMIT"  # in a snapshot of the package: the commit it was taken at
 
 

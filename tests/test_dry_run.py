@@ -98,6 +98,11 @@ def test_more_of_anything_takes_more() -> None:
     assert halved.memory.activations == whole.memory.activations / 2
     assert whole.step_seconds / 2 < halved.step_seconds < whole.step_seconds
     assert halved.parts["attention's operands over ranks"] > 0
+    zero = forecast(of(parallel={"engine": "deepspeed", "zero": 2}), H200, 2).memory
+    assert (zero.weights, zero.gradients) == (one.memory.weights, one.memory.gradients / 2)
+    assert zero.optimizer == one.memory.optimizer / 2
+    offloaded = forecast(of(parallel={"engine": "deepspeed", "zero": 3, "offload": "cpu"}), H200, 2).memory
+    assert (offloaded.weights, offloaded.optimizer) == (one.memory.weights / 2, 0)
     spread = forecast(of(train={"micro_batch": 4}), H200, 8)
     assert one.tokens_per_second < spread.tokens_per_second < 8 * one.tokens_per_second
     with pytest.raises(UserError, match="no multiple of"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sagebwd.attention.config import CONTEXT_CHUNK, NOT_WITH_CONTEXT
 from sagebwd.errors import UserError
+from sagebwd.training import deepspeed_config
 from sagebwd.training.recipe import Recipe
 from sagebwd.training.size import padded_vocab_size
 
@@ -53,9 +54,11 @@ def layout(recipe: Recipe, world_size: int) -> str:
     sizes = [f"tensor {parallel.tensor}{' (and sequence)' if parallel.sequence else ''}"]
     sizes += [f"context {parallel.context}"] if parallel.context > 1 else []
     sizes += [f"pipeline {parallel.pipeline}"] if parallel.pipeline > 1 else []
-    shared = parallel.distributed_optimizer and data * parallel.context > 1
-    sizes += [f"data {data}{' (sharing the optimizer)' if shared else ''}"]
-    return " x ".join(sizes)
+    shared = " (sharing the optimizer)" if parallel.distributed_optimizer and data * parallel.context > 1 else ""
+    if parallel.engine == "deepspeed":
+        offloaded = ", optimizer on the CPU" if parallel.offload == "cpu" else ""
+        shared = f" (DeepSpeed's ZeRO-{parallel.zero_stage}{offloaded})"
+    return " x ".join([*sizes, f"data {data}{shared}"])
 
 
 def _check_tensor(recipe: Recipe) -> None:
@@ -131,8 +134,9 @@ def plan(recipe: Recipe, dp_size: int) -> Plan:
     """Steps and gradient accumulation on `dp_size` data-parallel ranks.
 
     Raises UserError: tokens_per_step is no multiple of micro_batch * context * dp_size (the nearest that are, named);
-    a budget below one step; a warm-up as long as the run.
+    a budget below one step; a warm-up as long as the run; what the engine cannot do.
     """
+    deepspeed_config.check(recipe)
     train, context = recipe.train, recipe.data.context
     unit = train.micro_batch * context * dp_size
     if train.tokens_per_step % unit:

@@ -185,6 +185,41 @@ class Parallel(Section):
     overlap_grad_reduce: bool = Field(
         True, description="gradients are summed over the data-parallel ranks while the backward pass goes on"
     )
+    engine: Literal["megatron", "deepspeed"] = Field("megatron", description="whose data parallelism and optimizer")
+    zero: Literal[0, 1, 2, 3] | None = Field(
+        None,
+        description="engine: deepspeed -> what the data-parallel ranks share out: 1 optimizer, 2 and gradients, 3 and "
+        "weights; null: 1",
+    )
+    offload: Literal["none", "cpu"] = Field(
+        "none",
+        description="engine: deepspeed -> cpu: master weights and moments lie there, and are updated there",
+    )
+
+    @model_validator(mode="after")
+    def _engines(self) -> Parallel:
+        other = f"which engine {self.engine} does not read"
+        if self.engine == "megatron":
+            if self.zero is not None:
+                raise ValueError(f"zero is {self.zero}, {other}: set engine to deepspeed, or remove it")
+            if self.offload != "none":
+                raise ValueError(f"offload is {self.offload}, {other}: set engine to deepspeed, or remove it")
+            return self
+        if self.pipeline > 1:
+            raise ValueError(f"pipeline is {self.pipeline}, {other}: set engine to megatron, or pipeline to 1")
+        if self.distributed_optimizer:
+            raise ValueError(f"distributed_optimizer is true, {other}: zero: 1 does the same, so remove it")
+        if not self.overlap_grad_reduce:
+            file = f"launch/deepspeed/zero{self.zero_stage}.json"
+            raise ValueError(f"overlap_grad_reduce is false, {other}: set overlap_comm in {file}, and remove it")
+        if self.offload == "cpu" and self.zero == 0:
+            raise ValueError("offload is cpu, but zero is 0, which has nothing to offload: set zero to 1, 2 or 3")
+        return self
+
+    @property
+    def zero_stage(self) -> int:
+        """Of engine deepspeed."""
+        return 1 if self.zero is None else self.zero
 
 
 class Recipe(Section):

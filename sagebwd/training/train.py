@@ -24,6 +24,7 @@ from sagebwd.tokenizer import Prepared
 from sagebwd.training import (
     budget,
     checkpoint,
+    deepspeed_config,
     determinism,
     endings,
     engine,
@@ -69,6 +70,7 @@ def run(recipe: Recipe, arm: str, folder: Path, prepared: Prepared) -> End:
         return found
     dtype = resolve_dtype(recipe)
     resolved = resolve(recipe)
+    deepspeed_config.check(resolved)
     owner = checkpoint.Run(resolved, prepared.digest, prepared.vocab_size)
     minutes = recipe.health.hang_minutes
     with (
@@ -268,6 +270,7 @@ class _Arm:
                 "world_size": self.here.size,
                 "layout": budget.layout(self.recipe, self.here.size),
                 "precision": self.recipe.train.precision,
+                **self.engine.facts,
                 "parameters": counts,
                 "fusion": self.recipe.train.fusion,
                 "unigram_entropy": self.prepared.unigram_entropy,

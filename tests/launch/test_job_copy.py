@@ -23,7 +23,7 @@ def test_the_recipe_means_the_same(recipe: Path, tmp_path: Path) -> None:
 def test_all_code_is_the_copy_s_and_it_knows_its_commit(tmp_path: Path) -> None:
     job_copy.take(RECIPES[0], tmp_path / "copy")
     program = (
-        "import sys, sagebwd.cli, sagebwd.tokenizer, sagebwd.kernels.forward, sagebwd.machine\n"
+        "import sys, sagebwd.cli, sagebwd.tokenizer, sagebwd.kernels.forward, sagebwd.machine, sagebwd.deepspeed\n"
         "print(*{m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'sagebwd'})\n"
         "print(sagebwd.machine.commit())"
     )
@@ -39,3 +39,6 @@ def test_all_code_is_the_copy_s_and_it_knows_its_commit(tmp_path: Path) -> None:
     assert len(files.split()) > 10
     assert all(Path(file).is_relative_to(tmp_path / "copy" / "code") for file in files.split())
     assert commit == str(machine.commit())
+    assert {path.name for path in (tmp_path / "copy/code/sagebwd/deepspeed").glob("*.json")} == {
+        f"zero{stage}.json" for stage in range(4)
+    }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -70,6 +70,11 @@ class Engine(ABC):
 
     @property
     @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What meta.json says of it."""
+
+    @property
+    @abstractmethod
     def learning_rate(self) -> float:
         """The last step's."""
 
@@ -99,6 +104,10 @@ def build(recipe: Recipe, vocab_size: int, dtype: torch.dtype, here: World, plan
 
     vocab_size: the tokenizer's, unpadded. Seed first: see `build_model`.
     """
+    if recipe.parallel.engine == "deepspeed":
+        from sagebwd.training.engine.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(recipe, vocab_size, dtype, here, plan)
     from sagebwd.training.engine.megatron import MegatronEngine
 
     return MegatronEngine(recipe, vocab_size, dtype, here, plan)

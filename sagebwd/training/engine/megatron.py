@@ -72,6 +72,10 @@ class MegatronEngine(Engine):
         self.model.zero_grad_buffer()
 
     @property
+    def facts(self) -> dict[str, Any]:
+        return {"engine": "megatron"}
+
+    @property
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
