@@ -207,6 +207,8 @@ class Parallel(Section):
             return self
         if self.pipeline > 1:
             raise ValueError(f"pipeline is {self.pipeline}, {other}: set engine to megatron, or pipeline to 1")
+        if self.context > 1:
+            raise ValueError(f"context is {self.context}, {other}: set engine to megatron, or context to 1")
         if self.distributed_optimizer:
             raise ValueError(f"distributed_optimizer is true, {other}: zero: 1 does the same, so remove it")
         if not self.overlap_grad_reduce:
