@@ -144,15 +144,18 @@ listens() {
 }
 
 # Hand the signal to each rank that has not got it. A rank that still starts would not listen: it gets it later.
-told=" " said=""
+told=" " said="" ranks=""
 tell_the_ranks() {
   local rank
-  for rank in $(cat "/proc/$torchrun/task/$torchrun/children" 2>/dev/null); do
+  for rank in $ranks; do
     if [[ $told != *" $rank "* ]] && listens "$rank" "$stop" && kill -s "$stop" "$rank" 2>/dev/null; then
       told+="$rank "
     fi
   done
 }
+
+# Of torchrun, the processes that it has started; those of a moment ago once it has ended.
+look_for_ranks() { read -r ranks <"/proc/$torchrun/task/$torchrun/children" || true; } 2>/dev/null
 
 # Wait until process $1 is in one of the states $2 (T stopped, Z dead and not waited for), or gone.
 until_state() {
@@ -165,12 +168,10 @@ until_state() {
 # End torchrun and its ranks, whatever they do. A signal of torchrun's own would lose the ranks that it is just starting:
 # they would train on. So it is stopped first, and starts no more of them.
 stop_at_once() {
-  local ranks rank
   kill -s STOP "$torchrun" 2>/dev/null || return 0
   until_state "$torchrun" TtZ
-  ranks="$(cat "/proc/$torchrun"/task/*/children 2>/dev/null)" || true
+  look_for_ranks
   kill -s KILL "$torchrun" $ranks 2>/dev/null || true
-  for rank in $ranks; do until_state "$rank" Z; done # with them goes the lock on the run's folder
 }
 
 fingerprint() { cksum "$folder/status.json" 2>/dev/null || true; }
@@ -183,6 +184,7 @@ before="$(fingerprint)"
 ) &
 torchrun=$!
 while kill -0 "$torchrun" 2>/dev/null; do
+  look_for_ranks
   if ((interrupts > 1)); then
     stop_at_once
     break
@@ -197,6 +199,8 @@ while kill -0 "$torchrun" 2>/dev/null; do
 done
 code=0
 wait "$torchrun" 2>/dev/null || code=$?
+# Those of a torchrun that was killed still save; with them goes the lock on the run's folder.
+for rank in $ranks; do until_state "$rank" Z; done
 
 ((code != 2)) || exit 2 # a rank has said what is wrong
 if [[ -n $stop && ! -e $folder/status.json ]]; then

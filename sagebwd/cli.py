@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sagebwd.errors import RunError, UserError, one_line
-from sagebwd.training import budget, recipe_file, run_folder, status
+from sagebwd.training import budget, launcher, recipe_file, run_folder, status
 from sagebwd.training.recipe_file import Experiment
 
 
@@ -220,6 +220,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    launcher.watch()
     experiment = recipe_file.load_experiment(arguments.file, arguments.overrides)
     arm = arguments.arm if arguments.arm_index is None else experiment.at(arguments.arm_index)
     experiment = experiment.select([arm])

@@ -11,6 +11,7 @@ from types import FrameType
 import torch
 from torch import distributed
 
+from sagebwd.training import launcher
 from sagebwd.training.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -35,6 +36,8 @@ class Preemption:
             yield
             return
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        if launcher.gone():
+            self.requested = signal.SIGTERM
         try:
             yield
         finally:

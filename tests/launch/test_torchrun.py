@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sagebwd.training import status
 from tests.training.runs import logged
 
 pytest_plugins = ("tests.small_corpus",)
@@ -148,6 +149,12 @@ def test_a_signal_while_the_ranks_start_is_not_lost(place: Path, environment: di
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 75, output + errors
     assert begun(place, "tiny")
+    assert re.search(
+        r"^\S+ -m sagebwd\.ranks --standalone --nproc-per-node=1 \S+ -m sagebwd\.cli train tiny\.yaml "
+        r"--arm sagebwd train\.total_tokens=51200000 --runs runs $",
+        output,
+        re.MULTILINE,
+    )
 
 
 def of(pid: int, what: str) -> str:
@@ -177,6 +184,18 @@ def test_a_second_interrupt_stops_at_once(place: Path, environment: dict[str, st
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=300)
     assert process.returncode == 75
+    assert not trains_in(place)
+
+
+def test_where_torchrun_is_killed_the_ranks_save_and_end(place: Path, environment: dict[str, str]) -> None:
+    process = torchrun(place, environment, "tiny.yaml", "sagebwd", "--nproc", "2", "train.total_tokens=51200000")
+    wait_for(lambda: trained(place, "tiny") > 8, process)
+    os.kill(*launchers(process.pid), signal.SIGKILL)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 75, output + errors
+    assert "the same command goes on" in output
+    found = status.read(place / "runs" / "tiny" / "sagebwd")
+    assert (found.state, found.checkpoint) == ("preempted", found.step)
     assert not trains_in(place)
 
 
