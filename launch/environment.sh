@@ -16,7 +16,9 @@ export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"
 # the machine, and it needs a multicast service that containers and virtual machines often lack (NCCL then fails at start).
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 
-# A collective that fails or outlasts its time-out ends its process, and so the run, instead of waiting for ever.
+# A collective that fails or outlasts its time-out ends its process, and so the run, instead of waiting for ever. The
+# time-out, NCCL's as gloo's, is the recipe's: a minute more than health.hang_minutes, so that the run's own watchdog is
+# first, which knows the rank that the others wait for.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
 
 # Compiled kernels: on the node's own disk, since a thousand ranks that compile into one home folder wait for its locks;

@@ -14,7 +14,10 @@ from sagebwd.training import status
 from sagebwd.training.world import World
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+_LOST = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),  # gloo's
+    *("remote process exit", "exit of a remote peer", "communicator was aborted"),  # NCCL's
+)
 
 
 @contextlib.contextmanager
