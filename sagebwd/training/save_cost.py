@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from sagebwd.errors import UserError, one_line
 from sagebwd.training import recipe_file
 
 MINUTES = 5
@@ -28,7 +29,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=20, help="steps between two saves [20]")
     parser.add_argument("--data", type=Path, default=Path("data"), help="where prepared data lies [data]")
     parser.add_argument("--folder", type=Path, help="where checkpoints go [the system's temporary folder]")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # overrides may stand anywhere
     recipe = (
         recipe_file.load_experiment(arguments.file, arguments.overrides).select([arguments.arm]).arms[arguments.arm]
     )
@@ -73,4 +74,8 @@ def _seconds(folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
