@@ -155,7 +155,11 @@ tell_the_ranks() {
 }
 
 # Of torchrun, the processes that it has started; those of a moment ago once it has ended.
-look_for_ranks() { read -r ranks <"/proc/$torchrun/task/$torchrun/children" || true; } 2>/dev/null
+look_for_ranks() {
+  local found=""
+  read -r found <"/proc/$torchrun/task/$torchrun/children" || true
+  [[ -z $found ]] || ranks="$found"
+} 2>/dev/null
 
 # Wait until process $1 is in one of the states $2 (T stopped, Z dead and not waited for), or gone.
 until_state() {
