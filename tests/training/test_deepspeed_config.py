@@ -102,6 +102,7 @@ def test_a_missing_file_is_refused(file: Path) -> None:
         (("parallel.engine=megatron", "parallel.zero=0"), "zero is 0, which engine megatron does not read"),
         (("parallel.engine=megatron", "parallel.offload=cpu"), "offload is cpu, which engine megatron does not read"),
         (("parallel.pipeline=2",), "pipeline is 2, which engine deepspeed does not read"),
+        (("parallel.context=2",), "context is 2, which engine deepspeed does not read"),
         (("parallel.distributed_optimizer=true",), "distributed_optimizer is true, which .* zero: 1 does the same"),
         (("parallel.overlap_grad_reduce=false",), r"set overlap_comm in launch/deepspeed/zero1\.json"),
         (("parallel.zero=4",), "parallel.zero is 4"),

@@ -17,7 +17,6 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, distributed
 from torch.nn import Parameter
 
-from sagebwd.errors import UserError
 from sagebwd.megatron.model import build_model
 from sagebwd.training import deepspeed_config
 from sagebwd.training.budget import Plan
@@ -34,8 +33,6 @@ class DeepSpeedEngine(Engine):
     def __init__(self, recipe: Recipe, vocab_size: int, dtype: torch.dtype, here: World, plan: Plan) -> None:
         self.recipe, self.here, self.accumulation = recipe, here, plan.accumulation
         self.stage = recipe.parallel.zero_stage
-        if here.context_size > 1:
-            raise UserError("context parallelism is for engine megatron: set parallel.engine to it")
         self.config = deepspeed_config.load(
             recipe, plan.accumulation, here.data_size, pin_memory=here.device.type == "cuda"
         )
