@@ -2,8 +2,8 @@
 
 Arguments: a file of jobs (JSON), the prepared data, the folder for the runs. A job: name, recipe; from: another job's
 name, from whose checkpoint of step `at` it goes on; sick: the numbers of training micro-batches whose loss is NaN on
-the last rank; stop: the number of the one at which the last rank gets SIGTERM, whereupon it is started again; rehearse:
-whether it does first what is done on a GPU to compile kernels.
+the last rank; spike: of those whose loss is 5 nats higher on all; stop: of the one at which the last rank gets SIGTERM,
+whereupon it is started again; rehearse: whether it does first what is done on a GPU to compile kernels.
 """
 
 import contextlib
@@ -62,6 +62,8 @@ def _tampered(job: dict[str, Any], last: bool) -> Iterator[None]:
         if of_each.requires_grad:
             if last and count[0] in job.get("sick", ()):
                 of_each = of_each * math.nan
+            if count[0] in job.get("spike", ()):
+                of_each = of_each + 5.0
             if last and count[0] == job.get("stop"):
                 os.kill(os.getpid(), signal.SIGTERM)
             count[0] += 1
