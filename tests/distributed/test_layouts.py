@@ -32,7 +32,6 @@ RESUMED = [
     ("pp2", "tp2-pp2-sp", (FPA,)),
     ("cp2", LONG, (SAGEBWD,)),
     ("cp2-dp2-distopt", "cp2", (FPA,)),
-    (LONG, "tp2-cp2-sp", (SAGEBWD,)),
 ]
 
 
