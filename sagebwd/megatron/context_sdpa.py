@@ -133,6 +133,6 @@ def _merge(o: Tensor, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> Ten
         o.copy_(outs[0])
         return lses[0]
     lse = torch.logaddexp(*lses)
-    weights = ((part - lse).exp().view(o.shape[:3]).unsqueeze(-1) for part in lses)
+    weights = ((part - lse).exp().reshape(o.shape[:3]).unsqueeze(-1) for part in lses)
     o.copy_(sum(out.float() * weight for out, weight in zip(outs, weights, strict=True)))
     return lse
