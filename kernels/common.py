@@ -111,4 +111,4 @@ def padded_rows(rows: int) -> int:
 
 def padded_dim(dim: int) -> int:
     """Columns of a workspace for a head of `dim`: a power of two, and 32 at least, the depth of an INT8 product."""
-    return max(32, triton.next_power_of_2(dim))
+    return max(32, 1 << (dim - 1).bit_length())

@@ -5,6 +5,7 @@ What is taken here is the common case; `backward_refusal` says what is left to t
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -132,12 +133,18 @@ def _given(x: Tensor) -> TensorDescriptor:
 
 
 def _vector(x: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(x.flatten(), [x.numel()], [1], [BLOCK], gl.NVMMASharedLayout(0, 32, rank=1))
+    return TensorDescriptor(x.flatten(), [x.numel()], [1], [BLOCK], _layout((BLOCK,), torch.float32))
 
 
 def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[x.dtype])
-    return TensorDescriptor(x, list(x.shape), _strides(x), block, layout)
+    return TensorDescriptor(x, list(x.shape), _strides(x), block, _layout(tuple(block), x.dtype))
+
+
+@cache  # Gluon takes longer to make one than to launch a kernel
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    if len(block) == 1:
+        return gl.NVMMASharedLayout(0, 32, rank=1)
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])
 
 
 def _strides(x: Tensor) -> list[int]:

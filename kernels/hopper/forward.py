@@ -6,6 +6,8 @@ a scale a row and block of keys, as in the portable kernel; a tile of 128 keys i
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -294,8 +296,12 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` whole rows of [heads, L, D'] int8 (at most 128 bytes of a row), as matrix units read them."""
     *_, width = x.shape
     box = min(width, 128)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=box, element_bitwidth=8, rank=2)
-    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [rows, box], layout)
+    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [rows, box], _layout(box))
+
+
+@cache  # Gluon takes longer to make one than to launch a kernel
+def _layout(box: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=box, element_bitwidth=8, rank=2)
 
 
 def forward(
