@@ -22,12 +22,13 @@ GIB = 2**30
 
 # Dense products: of the peak, for wide matrices; narrow ones come to hidden / (hidden + NARROW) of that (assumed).
 PRODUCT_SHARE, NARROW = 0.75, 160
-# Attention, forward + backward, TFLOP/s by length: kernels/benchmarks/results/nvidia-h200-quick/results.csv, causal.
+# Attention, forward + backward, TFLOP/s by length, causal: kernels/benchmarks/results/nvidia-h200/results.csv; SageBwd
+# and 1024 by triton.testing.do_bench on commit 79e6470, which leaves out the host's share.
 ATTENTION = {
     ("fpa", 64): {1024: 271.6, 4096: 384.0, 16384: 427.9},  # SDPA cuDNN
     ("fpa", 128): {1024: 347.3, 4096: 484.5, 16384: 540.8},
-    ("sagebwd", 64): {1024: 148.0, 4096: 244.8, 16384: 273.0},
-    ("sagebwd", 128): {1024: 184.0, 4096: 271.8, 16384: 327.8},  # at 1024 without the host's share
+    ("sagebwd", 64): {1024: 185.7, 4096: 300.7, 16384: 373.0},
+    ("sagebwd", 128): {1024: 194.4, 4096: 361.1, 16384: 453.6},
 }
 COPY_SHARE = 0.89  # of the data sheet's bandwidth: 4.26 of 4.8 TB/s in a device copy
 # Reads and writes of the residual stream (times hidden) and of the feed-forward (times ffn), elements a token and
