@@ -25,7 +25,8 @@ HEAD = "10.213.7.1"
 def torchrun(place: Path, environment: dict[str, str], *arguments: str, inside: str | None = None) -> subprocess.Popen:
     namespace = ["ip", "netns", "exec", inside] if inside else []
     return subprocess.Popen(
-        [*namespace, str(SCRIPT), *arguments],
+        # SIGINT as a terminal has it: in the background of a script it is ignored, and the test would wait for ever
+        [*namespace, "env", "--default-signal=INT", str(SCRIPT), *arguments],
         cwd=place,
         env=environment,
         stdout=subprocess.PIPE,
