@@ -21,7 +21,7 @@ import torch
 import triton
 
 from sagebwd.attention import QuantConfig, triton_backend
-from sagebwd.kernels import tuning
+from sagebwd.kernels import hopper, tuning
 from sagebwd.kernels.compile_only import compile_only
 from sagebwd.kernels.packing import Packed
 
@@ -117,10 +117,10 @@ def check(job: Job) -> Outcome:
         args["packed"] = Packed(documents, documents, 128, 128)
     try:
         with compile_only(job.arch) as compiled:
-            for hopper in ("0", "1") if job.arch == 90 else ("0",):  # all that can be launched there
-                os.environ["SAGEBWD_HOPPER"] = hopper
-                _, saved = triton_backend.forward(q, k, v, **args)
-                triton_backend.backward(do, saved, **args)
+            for choice in ("0", "1") if job.arch == 90 else ("0",):  # all that can be launched there
+                with hopper.switched(choice):
+                    _, saved = triton_backend.forward(q, k, v, **args)
+                    triton_backend.backward(do, saved, **args)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         return Outcome(job, [], [f"does not compile: {reason}"], time.monotonic() - start)

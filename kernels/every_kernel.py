@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 from typing import NamedTuple
 
 import torch
 
 from sagebwd.attention import QuantConfig, context_triton, triton_backend
 from sagebwd.attention.zigzag import Zigzag
+from sagebwd.kernels import hopper
 from sagebwd.kernels.packing import Packed
 
 
@@ -99,12 +99,12 @@ def main() -> None:
     # The portable kernels, then those for Hopper wherever they can
     paths = ("0", "1") if torch.cuda.get_device_capability() == (9, 0) else ("0",)
     spread = list(itertools.product((64, 128), ("row", "tile, matched"))) if first == 0 else []
-    for hopper in paths:
-        os.environ["SAGEBWD_HOPPER"] = hopper
-        for case in part:
-            run(case)
-        for dim, rule in spread:
-            run_context(dim, RULES[rule])
+    for choice in paths:
+        with hopper.switched(choice):
+            for case in part:
+                run(case)
+            for dim, rule in spread:
+                run_context(dim, RULES[rule])
     print(f"{len(part)} configurations ran on {torch.cuda.get_device_name()}", flush=True)
 
 

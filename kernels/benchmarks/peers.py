@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -13,11 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd.attention import sage_attention
-from sagebwd.kernels import tuning
+from sagebwd.kernels import hopper, tuning
 
 SAGE, PORTABLE, FLASH, CUDNN, FA4 = "SageBwd", "SageBwd portable", "SDPA flash", "SDPA cuDNN", "flash-attn-4"
 OURS = (SAGE, PORTABLE)
-HOPPER = "SAGEBWD_HOPPER"  # the environment's say in which kernels run: see sagebwd.kernels.hopper.slower
 
 
 class Attention(NamedTuple):
@@ -33,26 +31,13 @@ class Attention(NamedTuple):
     def ours(self) -> bool:
         return self.name in OURS
 
-    def as_timed(self) -> contextlib.AbstractContextManager[None]:
+    def as_timed(self) -> AbstractContextManager[None]:
         """As users have it: SageBwd with the kernels that are faster at a length, or with the portable ones alone."""
-        return _hopper("0" if self.name == PORTABLE else None)
+        return hopper.switched("0" if self.name == PORTABLE else None)
 
-    def as_checked(self) -> contextlib.AbstractContextManager[None]:
+    def as_checked(self) -> AbstractContextManager[None]:
         """Short shapes on the kernels that are timed on long ones."""
-        return _hopper("0" if self.name == PORTABLE else "1")
-
-
-@contextlib.contextmanager
-def _hopper(choice: str | None) -> Iterator[None]:
-    before = os.environ.pop(HOPPER, None)
-    try:
-        if choice is not None:
-            os.environ[HOPPER] = choice
-        yield
-    finally:
-        os.environ.pop(HOPPER, None)
-        if before is not None:
-            os.environ[HOPPER] = before
+        return hopper.switched("0" if self.name == PORTABLE else "1")
 
 
 def attentions() -> tuple[list[Attention], dict[str, str]]:

@@ -6,9 +6,13 @@ They compute what the portable kernels beside them compute; `refusal` says which
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels.common import padded_dim
+
+SWITCH = "SAGEBWD_HOPPER"
 
 
 def refusal(capability: int, dim: int, config: QuantConfig, *, window: bool, packed: bool) -> str | None:
@@ -37,9 +41,23 @@ def slower(least: float, queries: int, keys: int, causal: bool) -> str | None:
     least: the keys that a query has on average from which on these kernels are the faster ones (`tuning`). queries,
     keys: tokens of a head. SAGEBWD_HOPPER=1 takes them for all they can do, 0 for nothing.
     """
-    asked = os.environ.get("SAGEBWD_HOPPER")
+    asked = os.environ.get(SWITCH)
     if asked == "0":
-        return "SAGEBWD_HOPPER=0 asks for that"
+        return f"{SWITCH}=0 asks for that"
     if asked != "1" and (keys - queries / 2 if causal else keys) < least:
         return f"they are slower where a query has fewer than {least:,} keys on average"
     return None
+
+
+@contextmanager
+def switched(choice: str | None) -> Iterator[None]:
+    """Inside, SAGEBWD_HOPPER is "1" (wherever these kernels can), "0" (nowhere), or None: not set, as users have it."""
+    before = os.environ.pop(SWITCH, None)
+    try:
+        if choice is not None:
+            os.environ[SWITCH] = choice
+        yield
+    finally:
+        os.environ.pop(SWITCH, None)
+        if before is not None:
+            os.environ[SWITCH] = before

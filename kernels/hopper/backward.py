@@ -89,12 +89,15 @@ def key_side(
     kv_heads, n = v.shape[1:3]
     numbers = (h, h // kv_heads, m, n, shift, q.rows.shape[1], k.rows.shape[1])
     scales = (softmax_scale, softmax_scale * tuning.LOG2E)
-    q_columns, do_columns = _columns(q.columns), _columns(do_quantised.columns)
+    descriptors = (
+        _rows(k.rows), _given(v), _rows(q.rows), _columns(q.columns), _given(do), _columns(do_quantised.columns),
+        _vector(lse2), _vector(delta),
+    )  # fmt: skip
     for launch, for_dk, for_dv in KEY_LAUNCHES[dim]:
         key_tiles = triton.cdiv(n, launch.groups * BLOCK)
         hopper_backward_kv[(b * kv_heads * key_tiles,)](
-            _rows(k.rows), _given(v), _rows(q.rows), q_columns, _given(do), do_columns, _vector(lse2), _vector(delta),
-            q.scale, do_quantised.scale, k.scale, dk, dv, *dk.stride(), *dv.stride(), *numbers, *scales, key_tiles,
+            *descriptors, q.scale, do_quantised.scale, k.scale, dk, dv, *dk.stride(), *dv.stride(), *numbers, *scales,
+            key_tiles,
             CAUSAL=causal, D=dim, DK=for_dk, DV=for_dv, num_warps=4, **_pinned(launch),
         )  # fmt: skip
 

@@ -5,6 +5,8 @@ What each function takes and returns is said in `context_triton`; here the tenso
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -36,13 +38,12 @@ def attend(
     queries: Pair, keys: Pair, values: Pair, q: Tensor, k: Tensor,
     zigzag: Zigzag, softmax_scale: float, config: QuantConfig,
 ) -> Pair:  # fmt: skip
-    length, outs, logsums = q.shape[2] // 2, [], []
-    for place, chunk in enumerate(zigzag.chunks):
-        end = (chunk + 1) * length
-        mine, seen = _part(queries, 3, place * length, (place + 1) * length), _part(keys, 2, 0, end)
+    outs, logsums = [], []
+    for rows, end in _chunks(zigzag, q.shape[2]):
+        mine, seen = _part(queries, 3, rows.start, rows.stop), _part(keys, 2, 0, end)
         v_hat, v_scale = _part(values, 2, 0, end)
         rounded = Operands(_saved(mine, seen), v_hat.float(), v_scale)
-        mask = {"m": length, "n": end, "causal": True}
+        mask = {"m": rows.stop - rows.start, "n": end, "causal": True}
         out, saved = reference.attend(rounded, softmax_scale=softmax_scale, config=config, **mask)
         outs.append(out)
         logsums.append(saved.lse2)
@@ -53,9 +54,8 @@ def statistics(
     do: Tensor, o: Tensor, lse2: Tensor, queries: Pair, keys: Pair, v: Tensor,
     zigzag: Zigzag, softmax_scale: float, config: QuantConfig,
 ) -> Pair:  # fmt: skip
-    length, deltas = do.shape[2] // 2, []
-    for place, chunk in enumerate(zigzag.chunks):
-        rows, end = slice(place * length, (place + 1) * length), (chunk + 1) * length
+    deltas = []
+    for rows, end in _chunks(zigzag, do.shape[2]):
         saved = _saved(_part(queries, 3, rows.start, rows.stop), _part(keys, 2, 0, end), lse2[..., rows])
         args = {"causal": True, "softmax_scale": softmax_scale, "config": config}
         deltas.append(reference.delta_of(do[:, :, rows], v[:, :, :end], o[:, :, rows], saved, n=end, **args))
@@ -66,9 +66,8 @@ def query_gradient(
     do: Tensor, o: Tensor, queries: Pair, keys: Pair, v: Tensor, found: Pair,
     zigzag: Zigzag, softmax_scale: float, config: QuantConfig,
 ) -> Tensor:  # fmt: skip
-    length, parts = do.shape[2] // 2, []
-    for place, chunk in enumerate(zigzag.chunks):
-        rows, end = slice(place * length, (place + 1) * length), (chunk + 1) * length
+    parts = []
+    for rows, end in _chunks(zigzag, do.shape[2]):
         lse2, delta = (x[..., rows] for x in found)
         saved = _saved(_part(queries, 3, rows.start, rows.stop), _part(keys, 2, 0, end), lse2)
         parts.append(_backward(do[:, :, rows], v[:, :, :end], saved, delta, end, softmax_scale, config)[0])
@@ -89,6 +88,13 @@ def key_gradients(
         given = (do[:, :, first:], v[:, :, cols], saved, delta, tokens - first)
         _, dk[:, :, cols], dv[:, :, cols] = _backward(*given, softmax_scale, config)
     return dk, dv
+
+
+def _chunks(zigzag: Zigzag, tokens: int) -> Iterator[tuple[slice, int]]:
+    """Of a rank's `tokens`: the rows of each chunk of queries, and how many keys of the sequence its last one sees."""
+    length = tokens // 2
+    for place, chunk in enumerate(zigzag.chunks):
+        yield slice(place * length, (place + 1) * length), (chunk + 1) * length
 
 
 def _backward(

@@ -9,7 +9,6 @@ import torch
 
 from sagebwd.attention import QuantConfig, reference, triton_backend
 from sagebwd.kernels import hopper
-from sagebwd.kernels.hopper import backward as hopper_backward
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, tables
 from sagebwd.kernels.quantise import quantise
@@ -43,15 +42,9 @@ def interpreter(device: str):
         os.environ.pop("TRITON_INTERPRET", None)
 
 
-@contextmanager
 def portable():
     """The portable kernels on every GPU: they agree bitwise among themselves alone."""
-    forward, hopper.refusal = hopper.refusal, lambda *_, **__: "a test asks for the portable ones"
-    backward, hopper_backward.backward_refusal = hopper_backward.backward_refusal, hopper.refusal
-    try:
-        yield
-    finally:
-        hopper.refusal, hopper_backward.backward_refusal = forward, backward
+    return hopper.switched("0")
 
 
 def kernels(*args, device: str, **kwargs):

@@ -37,6 +37,25 @@ def recipe(data: Data, layout: Layout, arm: str, *, gpu: bool = False) -> Recipe
     return changed(made, {"optimizer": {"warmup_tokens": 4 * made.train.tokens_per_step}})
 
 
+def torchrun(
+    program: list[str], *, ranks: int, timeout: float, without: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`program`, a file or -m and a module with its arguments, on so many ranks here, in the repository's root.
+
+    environment, without: variables that are set beside this process's own, and those that are not passed on.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program],
+        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
 def launch(
     prepared: Prepared,
     runs: Path,
@@ -48,20 +67,11 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Train recipes one after another, each into its folder in `runs`. On CPUs, also where there is a GPU, unless gpu:
     in FP32 then. link: a file for how fast the ranks sum."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as recipes:
         for folder, each in wanted.items():
             path = Path(recipes) / folder.with_name(f"{folder.name}.json")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(each.model_dump_json())
         arguments = [recipes, str(prepared.folder), str(runs), *([str(link)] if link else [])]
-        return subprocess.run(
-            [*command, "-m", "tests.distributed.program", *arguments],
-            env=environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+        return torchrun(["-m", "tests.distributed.program", *arguments], ranks=ranks, timeout=900, **environment)

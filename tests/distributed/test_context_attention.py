@@ -1,10 +1,6 @@
 """Attention with its tokens on two or four ranks is attention on one: SageBwd's bitwise, full precision to rounding."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,36 +9,16 @@ from sagebwd.attention import QuantConfig
 from sagebwd.attention.context import sage_attention_context
 from sagebwd.attention.zigzag import Zigzag
 from tests.distributed.context_cases import CASES
+from tests.distributed.launch import torchrun
 
-PROGRAM = Path(__file__).with_name("context_program.py")
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "TRITON_INTERPRET": "1",
-    "PYTHONPATH": str(PROGRAM.parents[2]),
-}
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What the program found on four ranks with gloo, by case, ranks and tensor."""
     file = tmp_path_factory.mktemp("context") / "found.json"
-    answer = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=4",
-            str(PROGRAM),
-            str(file),
-        ],
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    answer = torchrun(["-m", "tests.distributed.context_program", str(file)], ranks=4, timeout=240, **ENVIRONMENT)
     assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
     return json.loads(file.read_text())
 

@@ -1,9 +1,6 @@
 """Engine deepspeed against engine megatron: the same losses, norms and checkpoints, and what a run survives."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from safetensors.torch import load_file
 from sagebwd.tokenizer import prepare
 from sagebwd.training import checkpoint, run_folder, status
 from sagebwd.training.recipe import Data, Recipe
+from tests.distributed.launch import torchrun
 from tests.training.runs import changed, journal, logged, tiny_recipe
 
 pytest_plugins = ("tests.small_corpus",)
@@ -82,15 +80,8 @@ def runs(small_data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("deepspeed")
     prepared = prepare(small_data, root / "data")
     (root / "jobs.json").write_text(json.dumps(jobs(small_data)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    answer = subprocess.run(
-        [*command, str(PROGRAM), str(root / "jobs.json"), str(prepared.folder), str(root)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    arguments = [str(root / "jobs.json"), str(prepared.folder), str(root)]
+    answer = torchrun([str(PROGRAM), *arguments], ranks=2, timeout=400, CUDA_VISIBLE_DEVICES="")
     assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
     return root
 

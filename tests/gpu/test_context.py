@@ -1,32 +1,25 @@
 """Attention over the tokens of two GPUs is attention on one: SageBwd's bitwise, full precision to bf16's rounding."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from sagebwd.kernels.hopper import SWITCH
 from tests.distributed.context_cases import GPU_CASES
+from tests.distributed.launch import torchrun
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
 ]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     file = tmp_path_factory.mktemp("context") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    answer = subprocess.run(
-        [*command, "-m", "tests.distributed.context_program", str(file)],
-        env={name: value for name, value in os.environ.items() if name != "SAGEBWD_HOPPER"},  # as users have it
-        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    program = ["-m", "tests.distributed.context_program", str(file)]
+    answer = torchrun(program, ranks=2, timeout=600, without=(SWITCH,))  # as users have it
     assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
     return json.loads(file.read_text())
 

@@ -1,9 +1,6 @@
 """Engine deepspeed on two GPUs, NCCL and bf16: the losses of engine megatron, and resumed bitwise."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from sagebwd.tokenizer import prepare
 from sagebwd.training import checkpoint, run_folder
 from sagebwd.training.recipe import Data, Recipe
 from tests.distributed import deepspeed_program
+from tests.distributed.launch import torchrun
 from tests.training.runs import changed, journal, logged, tiny_recipe
 
 pytest_plugins = ("tests.small_corpus",)
@@ -51,15 +49,8 @@ def runs(small_data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     jobs = [job | {"recipe": job["recipe"].model_dump(mode="json")} for job in jobs]
     (root / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    answer = subprocess.run(
-        [*command, deepspeed_program.__file__, str(root / "jobs.json"), str(prepared.folder), str(root)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    arguments = [str(root / "jobs.json"), str(prepared.folder), str(root)]
+    answer = torchrun([deepspeed_program.__file__, *arguments], ranks=2, timeout=400)
     assert answer.returncode == 0, f"{answer.stdout[-5000:]}\n{answer.stderr[-10000:]}"
     return root
 

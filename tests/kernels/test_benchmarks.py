@@ -11,8 +11,9 @@ from matplotlib.image import imread
 
 from sagebwd.kernels.benchmarks import gate, plot, report
 from sagebwd.kernels.benchmarks.measure import Measurement
-from sagebwd.kernels.benchmarks.peers import CUDNN, FLASH, HOPPER, PORTABLE, SAGE, Attention
+from sagebwd.kernels.benchmarks.peers import CUDNN, FLASH, PORTABLE, SAGE, Attention
 from sagebwd.kernels.benchmarks.shapes import TOKENS, WIDTH, Shape, shapes
+from sagebwd.kernels.hopper import SWITCH
 from tests.conftest import HAS_GPU
 
 BENCH = [sys.executable, "-m", "sagebwd.kernels.benchmarks.bench"]
@@ -66,16 +67,16 @@ def test_the_files_hold_every_shape_and_say_what_is_missing(tmp_path):
 
 
 def test_each_path_is_timed_as_users_have_it_and_checked_with_the_kernels_of_long_shapes(monkeypatch):
-    monkeypatch.setenv(HOPPER, "as it was")
+    monkeypatch.setenv(SWITCH, "as it was")
     chosen = {}
     for name in (SAGE, PORTABLE):
         attention = Attention(name, lambda *_: torch.empty(0))
         with attention.as_timed():
-            timed = os.environ.get(HOPPER)
+            timed = os.environ.get(SWITCH)
         with attention.as_checked():
-            chosen[name] = timed, os.environ.get(HOPPER)
+            chosen[name] = timed, os.environ.get(SWITCH)
     assert chosen == {SAGE: (None, "1"), PORTABLE: ("0", "0")}
-    assert os.environ[HOPPER] == "as it was"
+    assert os.environ[SWITCH] == "as it was"
 
 
 def test_shapes_hold_the_same_work():
