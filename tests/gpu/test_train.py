@@ -11,7 +11,7 @@ import torch
 
 from sagebwd.errors import RunError
 from sagebwd.tokenizer import Prepared, prepare
-from sagebwd.training import checkpoint, health, run_folder, status, train
+from sagebwd.training import checkpoint, health, run_folder, status, train, world
 from sagebwd.training.recipe import Data, Health, Recipe
 from tests.training.runs import Logged, changed, logged, tiny_recipe
 
@@ -39,6 +39,18 @@ def fused(recipe: Recipe) -> Recipe:
 def run(folder: Path, recipe: Recipe, prepared: Prepared) -> Logged:
     train.run(recipe, recipe.attention.kind, folder, prepared)
     return logged(folder)
+
+
+def test_joining_leaves_the_gpu_to_the_model() -> None:
+    """Megatron makes twenty-odd process groups: no memory is spent on those that a run does not use."""
+    torch.zeros(1, device="cuda")  # CUDA's own share
+    free = torch.cuda.mem_get_info()[0]
+    with world.join(1, seed=0) as here:
+        torch.distributed.all_reduce(torch.zeros(1, device=here.device))
+        torch.cuda.synchronize()
+        taken = (free - torch.cuda.mem_get_info()[0]) / 2**30
+    print(f"joining takes {taken:.2f} GiB")
+    assert taken < 1.5
 
 
 @pytest.mark.parametrize("pack", [False, True])
