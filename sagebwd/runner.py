@@ -145,7 +145,7 @@ def _train_side_by_side(
     bar = tqdm(total=len(arms), unit="arm", dynamic_ncols=True, disable=not sys.stderr.isatty())
 
     def began(job: side_by_side.Job, share: Mapping[str, str]) -> None:
-        place = f"GPU {share['CUDA_VISIBLE_DEVICES']}" if gpus else f"{share['OMP_NUM_THREADS']} thread(s) a rank"
+        place = f"GPU {share[side_by_side.VISIBLE]}" if gpus else f"{share['OMP_NUM_THREADS']} thread(s) a rank"
         tqdm.write(f"arm {job.name}: begins on {place}, its output is in {job.log}", file=sys.stdout)
 
     def ended(job: side_by_side.Job, code: int, asked: bool) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from sagebwd.errors import UserError
 
 SECONDS_BETWEEN_LOOKS = 0.2
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ def gpu_shares(shares: int, each: int, gpus: int) -> list[dict[str, str]]:
             f"--at-once {shares} arms of {each} rank(s) need {shares * each} GPUs, but {gpus} are visible: "
             f"set --at-once to {some}"
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE)
     names = visible.split(",") if visible else [str(index) for index in range(gpus)]
     return [
-        {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ",".join(names[at % gpus : at % gpus + each])}
+        {"OMP_NUM_THREADS": threads, VISIBLE: ",".join(names[at % gpus : at % gpus + each])}
         for at in range(0, shares * each, each)
     ]
 

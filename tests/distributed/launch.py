@@ -62,16 +62,19 @@ def launch(
     wanted: dict[Path, Recipe],
     *,
     ranks: int,
-    gpu: bool = False,
+    gpus: str = "",
     link: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Train recipes one after another, each into its folder in `runs`. On CPUs, also where there is a GPU, unless gpu:
-    in FP32 then. link: a file for how fast the ranks sum."""
-    environment = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    """Train recipes one after another, each into its folder in `runs`.
+
+    gpus: what the ranks see of them, as in CUDA_VISIBLE_DEVICES; nothing: they train on CPUs, in FP32. link: a file for
+    how fast the ranks sum.
+    """
     with tempfile.TemporaryDirectory() as recipes:
         for folder, each in wanted.items():
             path = Path(recipes) / folder.with_name(f"{folder.name}.json")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(each.model_dump_json())
         arguments = [recipes, str(prepared.folder), str(runs), *([str(link)] if link else [])]
-        return torchrun(["-m", "tests.distributed.program", *arguments], ranks=ranks, timeout=900, **environment)
+        program = ["-m", "tests.distributed.program", *arguments]
+        return torchrun(program, ranks=ranks, timeout=900, CUDA_VISIBLE_DEVICES=gpus)

@@ -13,14 +13,17 @@ import json
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from sagebwd.side_by_side import VISIBLE, gpu_shares
 from sagebwd.tokenizer import Prepared, prepare
 from sagebwd.training import run_folder
-from sagebwd.training.recipe import Data
+from sagebwd.training.recipe import Data, Recipe
 from tests.distributed import parity_report
 from tests.distributed.launch import launch, recipe
 from tests.distributed.layouts import ALONE, CONTROLS, FPA, LAYOUTS, SAGEBWD, Layout
@@ -78,29 +81,49 @@ def _prepare(scratch: Path, *, gpu: bool) -> tuple[Data, Prepared]:
 def _train(
     data: Data, prepared: Prepared, runs: Path, layouts: dict[str, Layout], *, gpu: bool
 ) -> dict[tuple[str, str], str]:
-    """Returns why the runs failed that did; the others of a launch are launched again without them."""
+    """Returns why the runs failed that did. Layouts that leave GPUs over are trained beside one another."""
     failures: dict[tuple[str, str], str] = {}
     with tqdm(total=len(layouts) * len(ARMS), unit="run", desc="parity") as bar:
         for ranks in sorted({layout.ranks for layout in layouts.values()}):
-            left = {
-                Path(name, arm): recipe(data, layout, arm, gpu=gpu)
-                for name, layout in layouts.items()
-                if layout.ranks == ranks
-                for arm in ARMS
-            }
-            while left:
-                answer = launch(prepared, runs, left, ranks=ranks, gpu=gpu)
-                done = [folder for folder in left if run_folder.finished(runs / folder)]
-                for folder in done:
-                    del left[folder]
-                bar.update(len(done))
-                if answer.returncode and left:
-                    sick = min(left)  # the program goes by name
-                    failures[sick.parts] = _cause(answer.stderr)
-                    print(f"{sick}: {answer.stdout[-2000:]}\n{answer.stderr[-4000:]}", file=sys.stderr)
-                    del left[sick]
-                    bar.update()
+            names = [name for name, layout in layouts.items() if layout.ranks == ranks]
+            gpus = torch.cuda.device_count()
+            places = [share[VISIBLE] for share in gpu_shares(gpus // ranks, ranks, gpus)] if gpu else [""]
+            shares = [
+                {
+                    Path(name, arm): recipe(data, layouts[name], arm, gpu=gpu)
+                    for name in names[place :: len(places)]
+                    for arm in ARMS
+                }
+                for place in range(len(places))
+            ]
+            one = partial(_launch_all, prepared, runs, bar, failures, ranks)
+            with ThreadPoolExecutor(len(places)) as pool:
+                list(pool.map(one, shares, places))
     return failures
+
+
+def _launch_all(
+    prepared: Prepared,
+    runs: Path,
+    bar: tqdm,
+    failures: dict[tuple[str, str], str],
+    ranks: int,
+    left: dict[Path, Recipe],
+    gpus: str,
+) -> None:
+    """Until none is left: when one fails, those after it are launched again."""
+    while left:
+        answer = launch(prepared, runs, left, ranks=ranks, gpus=gpus)
+        done = [folder for folder in left if run_folder.finished(runs / folder)]
+        for folder in done:
+            del left[folder]
+        bar.update(len(done))
+        if answer.returncode and left:
+            sick = min(left)  # the program goes by name
+            failures[sick.parts] = _cause(answer.stderr)
+            tqdm.write(f"{sick}: {answer.stdout[-2000:]}\n{answer.stderr[-4000:]}", file=sys.stderr)
+            del left[sick]
+            bar.update()
 
 
 def _cause(errors: str) -> str:

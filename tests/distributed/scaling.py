@@ -22,6 +22,7 @@ import torch
 
 from sagebwd import machine
 from sagebwd.errors import UserError
+from sagebwd.side_by_side import VISIBLE, gpu_shares
 from sagebwd.tokenizer import prepare
 from sagebwd.training.recipe import Recipe
 from sagebwd.training.recipe_file import load_experiment
@@ -83,7 +84,8 @@ def main() -> int:
                 if LAYOUTS[name].ranks == ranks
                 for arm, recipe in arms.items()
             }
-            answer = launch(prepared, runs, wanted, ranks=ranks, gpu=True, link=link if ranks == 2 else None)
+            (share,) = gpu_shares(1, ranks, gpus)
+            answer = launch(prepared, runs, wanted, ranks=ranks, gpus=share[VISIBLE], link=link if ranks == 2 else None)
             if answer.returncode:
                 print(f"{answer.stdout[-3000:]}\n{answer.stderr[-6000:]}", file=sys.stderr)
                 return 1
