@@ -78,12 +78,16 @@ def test_a_resumed_run_goes_on_where_it_was(small_data: Data, prepared: Prepared
     assert [loss for _, loss in after] == pytest.approx(before[STEPS // 2 :], abs=0.01)
 
 
+@pytest.mark.parametrize(
+    "engine", [{"engine": "megatron"}, {"engine": "deepspeed", "zero": 2}], ids=lambda e: e["engine"]
+)
 @pytest.mark.parametrize("kind", ["fpa", "sagebwd"])
 def test_with_the_deterministic_switch_a_resumed_run_is_the_same_bitwise(
-    small_data: Data, prepared: Prepared, tmp_path: Path, kind: str
+    small_data: Data, prepared: Prepared, tmp_path: Path, kind: str, engine: dict[str, str | int]
 ) -> None:
     """And its checkpoints, which are copied and written while it trains on."""
-    exact = changed(recipe(small_data, kind), {"train": {"deterministic": True}, "checkpoint": {"every_steps": 5}})
+    base = changed(recipe(small_data, kind), {"parallel": engine})
+    exact = changed(base, {"train": {"deterministic": True}, "checkpoint": {"every_steps": 5}})
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     before = run(whole, exact, prepared).scalars
     shutil.copytree(whole / "checkpoints", resumed / "checkpoints")
