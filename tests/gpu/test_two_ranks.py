@@ -111,7 +111,7 @@ def hung(run: Run) -> None:
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 1, said
     cause = str(status.read(run.folder).cause)
-    assert "no progress for 0.2 minutes (health.hang_minutes)" in cause
+    assert "no progress for 0.5 minutes (health.hang_minutes)" in cause
     assert f"rank 1 (process {second} on " in cause
 
 
@@ -124,7 +124,7 @@ def test_whatever_happens_to_a_rank_the_run_goes_on_to_the_same_bits(small_corpu
     stories: dict[Callable[[Run], None], Run] = {
         stopped: Run(tmp_path, "stopped"),
         killed: Run(tmp_path, "killed"),
-        hung: Run(tmp_path, "hung", ("health.hang_minutes=0.2",)),
+        hung: Run(tmp_path, "hung", ("health.hang_minutes=0.5",)),
     }
 
     def told(story: Callable[[Run], None]) -> None:
