@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +33,7 @@ ARMS = (FPA, SAGEBWD)
 RESULTS = Path(__file__).with_name("results")
 # documents, vocabulary, context
 CORPUS = {False: (60, 512, 32), True: (1500, 1024, 512)}
+AT_ONCE = 3  # processes on a GPU, of each number of ranks
 
 
 def main() -> int:
@@ -81,25 +81,29 @@ def _prepare(scratch: Path, *, gpu: bool) -> tuple[Data, Prepared]:
 def _train(
     data: Data, prepared: Prepared, runs: Path, layouts: dict[str, Layout], *, gpu: bool
 ) -> dict[tuple[str, str], str]:
-    """Returns why the runs failed that did. Layouts that leave GPUs over are trained beside one another."""
+    """Returns why the runs failed that did. On GPUs, which models of this size leave idle, many are trained at once."""
     failures: dict[tuple[str, str], str] = {}
     with tqdm(total=len(layouts) * len(ARMS), unit="run", desc="parity") as bar:
+        launches = []
         for ranks in sorted({layout.ranks for layout in layouts.values()}):
-            names = [name for name, layout in layouts.items() if layout.ranks == ranks]
-            gpus = torch.cuda.device_count()
-            places = [share[VISIBLE] for share in gpu_shares(gpus // ranks, ranks, gpus)] if gpu else [""]
-            shares = [
-                {
-                    Path(name, arm): recipe(data, layouts[name], arm, gpu=gpu)
-                    for name in names[place :: len(places)]
-                    for arm in ARMS
-                }
-                for place in range(len(places))
+            wanted = [
+                (Path(name, arm), recipe(data, layout, arm, gpu=gpu))
+                for name, layout in layouts.items()
+                if layout.ranks == ranks
+                for arm in ARMS
             ]
-            one = partial(_launch_all, prepared, runs, bar, failures, ranks)
-            with ThreadPoolExecutor(len(places)) as pool:
-                list(pool.map(one, shares, places))
+            places = _places(ranks) if gpu else [""]
+            for at, gpus in enumerate(places):
+                launches.append((ranks, dict(wanted[at :: len(places)]), gpus))
+        with ThreadPoolExecutor(len(launches) if gpu else 1) as pool:
+            list(pool.map(lambda each: _launch_all(prepared, runs, bar, failures, *each), launches))
     return failures
+
+
+def _places(ranks: int) -> list[str]:
+    """The GPUs of each launch of so many ranks: AT_ONCE on every GPU."""
+    gpus = torch.cuda.device_count()
+    return [share[VISIBLE] for share in gpu_shares(gpus // ranks, ranks, gpus)] * AT_ONCE
 
 
 def _launch_all(

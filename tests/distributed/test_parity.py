@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+import torch
 
-from tests.distributed import parity_report
+from sagebwd.training.recipe import Data, Recipe
+from tests.distributed import parity, parity_report
 from tests.distributed.layouts import ALONE, CONTROLS, FPA, LAYOUTS
 from tests.distributed.scaling_estimate import Measured
 from tests.training.runs import Logged
@@ -59,6 +62,26 @@ def test_a_run_that_failed_fails(tmp_path: Path) -> None:
     report = (tmp_path / parity_report.REPORT).read_text()
     for said in ("0 of 2 runs pass", "**FAIL**: no memory", "differ: fpa dQ", "for want of GPUs: tp2-dp2"):
         assert said in report
+
+
+def test_on_gpus_every_run_is_launched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched: list[tuple[Path, int, str]] = []
+
+    def launch(prepared: None, runs: Path, wanted: dict[Path, Recipe], *, ranks: int, gpus: str) -> CompletedProcess:
+        launched.extend((folder, ranks, gpus) for folder in wanted)
+        return CompletedProcess([], 0)
+
+    monkeypatch.setattr(parity, "launch", launch)
+    monkeypatch.setattr(parity.run_folder, "finished", lambda folder: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    layouts = {name: layout for name, layout in (LAYOUTS | CONTROLS).items() if layout.ranks <= 2}
+    assert parity._train(Data(), None, tmp_path, layouts, gpu=True) == {}
+    assert sorted(folder for folder, *_ in launched) == sorted(
+        Path(name, arm) for name in layouts for arm in parity.ARMS
+    )
+    assert {gpus for _, ranks, gpus in launched if ranks == 1} == {"4", "6"}
+    assert {gpus for _, ranks, gpus in launched if ranks == 2} == {"4,6"}
 
 
 def test_the_estimate_gives_back_what_was_measured() -> None:
