@@ -90,9 +90,8 @@ def join(
         # one hardware queue: a collective issued before a product that hides it then also starts before it
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = own_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     with cpu_compat.active(), process_group(device, timedelta(minutes=timeout_minutes)):
+        before = _groups()
         try:
             # gloo groups beside NCCL's serve optimizers and checkpoints that are not used here
             parallel_state.initialize_model_parallel(
@@ -101,6 +100,7 @@ def join(
                 context_parallel_size=context,
                 create_gloo_process_groups=False,
             )
+            made = [group for group in _groups() if group not in before]
             if distributed.get_rank():
                 logging.getLogger("sagebwd").setLevel(logging.WARNING)  # every rank would say the same
             torch.manual_seed(seed)
@@ -121,6 +121,15 @@ def join(
             )
         finally:
             parallel_state.destroy_model_parallel()
+        # Megatron only forgets them. On a GPU each that was used holds memory (an H200: most of a gigabyte) while the
+        # default group lives, which may be the caller's. After an error there is nobody to meet: the process ends.
+        for group in made:
+            distributed.destroy_process_group(group)
+
+
+def _groups() -> list[distributed.ProcessGroup]:
+    """Those that this process is in, in the order in which they were made, which is the same on every rank."""
+    return list(distributed.distributed_c10d._world.pg_map)
 
 
 def own_device() -> torch.device:
@@ -132,7 +141,12 @@ def own_device() -> torch.device:
 
 @contextlib.contextmanager
 def process_group(device: torch.device, timeout: timedelta) -> Iterator[None]:
-    """torch.distributed's default group, unless the caller has made one: torchrun's store serves one only."""
+    """torch.distributed's default group, unless the caller has made one: torchrun's store serves one only.
+
+    A GPU becomes the current one: a barrier or an object that is sent goes through that.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if distributed.is_initialized():
         yield
         return
