@@ -6,7 +6,7 @@ from sagebwd import device, gpus
 from sagebwd.errors import UserError
 from sagebwd.forecast import GIB, H200, Forecast, forecast
 from sagebwd.table import aligned
-from sagebwd.training import budget
+from sagebwd.training import budget, deepspeed_config
 from sagebwd.training.recipe_file import Experiment
 
 HEADER = (
@@ -20,6 +20,8 @@ def run(experiment: Experiment, *, gpu: str | None, nproc: int, at_once: int) ->
     UserError: no GPU is named and none is here, one without figures, a layout or budget that cannot be.
     """
     name, spec = gpus.find(gpu or _present())
+    for recipe in experiment.arms.values():
+        deepspeed_config.check(recipe, gpu=True)
     found = {arm: forecast(recipe, spec, nproc) for arm, recipe in experiment.arms.items()}
     first_arm = next(iter(found))
     _sizes(experiment, found[first_arm], nproc)

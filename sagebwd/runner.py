@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sagebwd import device, side_by_side, terminal
 from sagebwd.errors import UserError
-from sagebwd.training import budget, run_folder, status
+from sagebwd.training import budget, deepspeed_config, run_folder, status
 from sagebwd.training.recipe_file import Experiment
 
 USER_ERROR = 2  # the exit code of a process that has printed a UserError
@@ -62,6 +62,8 @@ def run(experiment: Experiment, settings: Settings) -> int:
         run_folder.check(folder / arm, recipe)
     found = device.probe()
     found.check(settings.nproc)
+    for recipe in experiment.arms.values():
+        deepspeed_config.check(recipe, gpu=found.gpus > 0)
     side_by_side.gpu_shares(settings.at_once, settings.nproc, found.gpus)
     _say(f"recipe {experiment.name}: {_listed(experiment)}, on {found.describe(settings.nproc)}")
 

@@ -127,6 +127,7 @@ def test_a_dry_run_prints_and_touches_nothing(tmp_path: Path) -> None:
     [
         (["--gpu", "h300"], "no figures for the GPU 'h300'"),
         (["--gpu", "h200", "--nproc", "3"], "no multiple of"),
+        (["--gpu", "h200", "parallel.engine=deepspeed", "parallel.zero=0"], "set parallel.zero to 1"),
         pytest.param([], "no NVIDIA GPU is visible here: name the one to forecast for", marks=on_cpu),
     ],
 )

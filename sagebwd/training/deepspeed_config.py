@@ -47,14 +47,19 @@ class _File(Section):
     memory_breakdown: bool | None = None
 
 
-def check(recipe: Recipe) -> None:
-    """Before anything starts. Raises UserError: what engine deepspeed would have to approximate, or a file as below."""
+def check(recipe: Recipe, *, gpu: bool = False) -> None:
+    """Before anything starts. Raises UserError: what engine deepspeed would have to approximate, or a file as below.
+
+    gpu: whether it would train on one, where train.precision auto is bf16.
+    """
     if recipe.parallel.engine != "deepspeed":
         return
     _file(recipe.parallel.zero_stage)
-    if recipe.train.precision == "bf16" and recipe.parallel.zero_stage == 0:
+    precision = recipe.train.precision
+    if recipe.parallel.zero_stage == 0 and (precision == "bf16" or (gpu and precision == "auto")):
+        said = "bf16" if precision == "bf16" else "auto, on a GPU bf16"
         raise UserError(
-            "parallel.zero is 0 and train.precision is bf16, where DeepSpeed adds gradients up in bf16: set "
+            f"parallel.zero is 0 and train.precision is {said}, where DeepSpeed adds gradients up in bf16: set "
             "parallel.zero to 1, which adds them up in fp32"
         )
 

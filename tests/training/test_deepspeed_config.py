@@ -115,6 +115,14 @@ def test_keys_that_would_be_ignored_or_approximated_are_refused(overrides: tuple
         budget.plan(recipe(*overrides), 1)
 
 
+def test_without_zero_a_gpu_would_train_in_bf16() -> None:
+    """`sagebwd recipe` says so before it starts the ranks, and a dry run for a GPU."""
+    chosen = Recipe(name="r", parallel={"engine": "deepspeed", "zero": 0})
+    deepspeed_config.check(chosen)
+    with pytest.raises(UserError, match=r"train\.precision is auto, on a GPU bf16, .* set parallel.zero to 1"):
+        deepspeed_config.check(chosen, gpu=True)
+
+
 def test_zero_1_is_what_deepspeed_does_unless_told_otherwise() -> None:
     assert recipe().parallel.zero_stage == 1
     assert deepspeed_config.load(recipe(), 1, 1, pin_memory=False)["zero_optimization"]["stage"] == 1
