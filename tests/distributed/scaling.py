@@ -11,6 +11,7 @@ import argparse
 import csv
 import json
 import shlex
+import shutil
 import statistics
 import sys
 import tempfile
@@ -73,10 +74,9 @@ def main() -> int:
         parser.error(str(error))
     arms = {arm: _short(recipe, arguments.steps) for arm, recipe in experiment.arms.items()}
     prepared = prepare(next(iter(arms.values())).data, arguments.data)
-    memory = Path("/dev/shm")  # a run's last checkpoint is gigabytes that nobody will read
-    with tempfile.TemporaryDirectory(prefix="scaling-", dir=memory if memory.is_dir() else None) as scratch:
+    names = arguments.layouts.split(",")
+    with tempfile.TemporaryDirectory(prefix="scaling-", dir=_roomy(arms, len(names))) as scratch:
         runs, link = Path(scratch) / "runs", Path(scratch) / "link.json"
-        names = arguments.layouts.split(",")
         for ranks in (1, 2):
             wanted = {
                 Path(name, arm): changed(recipe, {"parallel": LAYOUTS[name].parallel})
@@ -95,6 +95,14 @@ def main() -> int:
     _write(out, experiment.name, one_arm, speeds, found, gpus, time.monotonic() - begin)
     print(f"{(out / REPORT).read_text()}\nin {out}")
     return 0
+
+
+def _roomy(arms: dict[str, Recipe], layouts: int) -> Path | None:
+    """Where runs lie: a run's last checkpoint is gigabytes that nobody will read, so in memory if there is room for all
+    of them (containers often have next to none there). None: where temporary files go."""
+    memory = Path("/dev/shm")
+    needed = layouts * sum(13 * parameter_counts(recipe, recipe.data.vocab_size)["total"] for recipe in arms.values())
+    return memory if memory.is_dir() and shutil.disk_usage(memory).free > needed else None
 
 
 def _short(recipe: Recipe, steps: int) -> Recipe:
@@ -166,11 +174,12 @@ def _estimates(recipe: Recipe, speeds: list[Speed], link: dict[str, float], para
         "",
         "## More GPUs: an estimate, not a measurement",
         "",
-        "Data-parallel, by the formula of [scaling_estimate.py](../../scaling_estimate.py), from the figures above. "
-        f"Beyond a node of {GPUS_A_NODE}, {NODE / 1e9:.0f} GB/s between nodes are assumed.",
+        "Data-parallel, by the formula of [scaling_estimate.py](../../scaling_estimate.py), from the figures above: "
+        "C / n is the work that n GPUs divide, F what each does whatever their number, E what is seen of the "
+        f"sum of gradients. Beyond a node of {GPUS_A_NODE}, {NODE / 1e9:.0f} GB/s between nodes are assumed.",
         "",
-        "| arm | GPUs | tokens a step | step, s | tokens/s | of one GPU's |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| arm | GPUs | tokens a step | C / n, s | F, s | E, s | step, s | tokens/s | of one GPU's |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     found = {(each.arm, each.layout): each.seconds for each in speeds}
     for arm in dict.fromkeys(each.arm for each in speeds):
@@ -186,8 +195,9 @@ def _estimates(recipe: Recipe, speeds: list[Speed], link: dict[str, float], para
         )
         for gpus, tokens in MORE:
             seconds = measured.seconds(gpus, tokens)
+            parts = " | ".join(f"{part:.3f}" for part in measured.parts(gpus, tokens))
             lines.append(
-                f"| {arm} | {gpus} | {tokens:,} | {seconds:.3f} | {tokens / seconds:,.0f} "
+                f"| {arm} | {gpus} | {tokens:,} | {parts} | {seconds:.3f} | {tokens / seconds:,.0f} "
                 f"| {measured.speedup(gpus, tokens):.2f} |"
             )
     return lines

@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GPUS_A_NODE = 8
-NODE = (
-    8 * 50e9 * 0.8
-)  # bytes a second between nodes: eight cards of 400 Gbit/s, of which NCCL gets four fifths (assumed)
-BUCKET = 160e6  # bytes: Megatron's 40 million FP32 gradients
+# Bytes a second between nodes: eight cards of 400 Gbit/s, of which NCCL gets four fifths (assumed)
+NODE = 8 * 50e9 * 0.8
+# Bytes of a bucket of FP32 gradients: Megatron's 40 million of them, or a million a GPU if that is more
+BUCKET, BUCKET_A_GPU = 160e6, 4e6
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,18 @@ class Measured:
             return 0.0
         bandwidth = self.bandwidth if gpus <= GPUS_A_NODE else min(self.bandwidth, NODE)
         reduce = 2 * (gpus - 1) / gpus * self.gradients / bandwidth
+        buckets = max(self.gradients / max(BUCKET, BUCKET_A_GPU * gpus), 1)
         micro_batches = max(tokens / gpus / self.micro_tokens, 1)
-        return max(reduce - 2 / 3 * divided / gpus / micro_batches, reduce / max(self.gradients / BUCKET, 1))
+        return max(reduce - 2 / 3 * divided / gpus / micro_batches, reduce / buckets)
+
+    def parts(self, gpus: int, tokens: int) -> tuple[float, float, float]:
+        """C / n, F and E, of a step of `tokens` on `gpus` data-parallel GPUs."""
+        divided = self.divided * tokens / self.tokens
+        return divided / gpus, self.fixed, self.exposed(gpus, tokens, divided)
 
     def seconds(self, gpus: int, tokens: int) -> float:
-        """t: of a step of `tokens` on `gpus` data-parallel GPUs."""
-        divided = self.divided * tokens / self.tokens
-        return divided / gpus + self.fixed + self.exposed(gpus, tokens, divided)
+        """t, their sum."""
+        return sum(self.parts(gpus, tokens))
 
     def speedup(self, gpus: int, tokens: int) -> float:
         """Over one GPU at as many tokens a step."""
