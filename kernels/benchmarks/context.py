@@ -35,6 +35,7 @@ DIM, HEADS = 128, 16
 KV_HEADS, LENGTHS = (16, 4), (32768, 65536, 131072)
 CHECKED = 8192  # tokens of the correctness check: SageBwd takes the kernels that long sequences take
 REPEATS = 5
+EXPOSED = 1 + 3 / 2  # gatherings that no work hides, by their bytes: the forward's 2 D a key, the backward's 3 D for dQ
 SAGE = "SageBwd"
 FULL_PRECISION = {"SDPA cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA flash": SDPBackend.FLASH_ATTENTION}  # the best first
 LIMIT = 0.01  # Rel-L2 of several GPUs from one; SageBwd's is to be 0
@@ -265,7 +266,32 @@ def _write(folder: Path, rows: list[Row], facts: dict[str, str]) -> None:
             f"{speedup:.2f}", f"{row.peak_bytes / 2**30:.2f}", share, size,
         )  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += _ring_or_gather(rows)
     (folder / "context.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _ring_or_gather(rows: list[Row]) -> list[str]:
+    """What INT8 saves of the gathering, and what a ring in its place could save at most."""
+    gathered = {(row.attention, row.kv_heads, row.tokens): row for row in rows if row.gather_ms is not None}
+    lines = [
+        "",
+        "## INT8 or bf16, ring or all-gather",
+        "",
+        "A ring would send K and V on while it computes with those that it has. It could hide no more than the",
+        "gatherings that nothing hides here: the forward's, and for dQ K in INT8 and V in bf16, half as much again.",
+        f"So it would save at most {EXPOSED:g} times the forward's, here as a share of forward and backward together.",
+        "",
+        "| KV heads | N | K and V in INT8, ms | in bf16, ms | saved, ms | a ring would save at most |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (attention, kv_heads, tokens), row in gathered.items():
+        if attention != SAGE:
+            continue
+        wide = next(filter(None, (gathered.get((name, kv_heads, tokens)) for name in FULL_PRECISION)), None)
+        bf16, saved = ("", "") if wide is None else (f"{wide.gather_ms:.2f}", f"{wide.gather_ms - row.gather_ms:.2f}")
+        share = EXPOSED * row.gather_ms / (row.forward_ms + row.backward_ms)
+        lines.append(f"| {kv_heads} | {tokens:,} | {row.gather_ms:.2f} | {bf16} | {saved} | {share:.1%} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ import csv
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.image import imread
 
-from sagebwd.kernels.benchmarks import gate, plot, report
+from sagebwd.kernels.benchmarks import context, gate, plot, report
 from sagebwd.kernels.benchmarks.measure import Measurement
 from sagebwd.kernels.benchmarks.peers import CUDNN, FLASH, PORTABLE, SAGE, Attention
 from sagebwd.kernels.benchmarks.shapes import TOKENS, WIDTH, Shape, shapes
@@ -100,3 +101,18 @@ def test_the_gate_names_what_is_off():
     limits = dict.fromkeys(gate.NAMES, 1e-2)
     assert gate._over(dict.fromkeys(gate.NAMES, 1e-3), limits, "x") == ""
     assert "dk" in gate._over({"o": 1e-3, "dq": 0.0, "dk": torch.nan, "dv": 1e-3}, limits, "x")  # NaN is no pass
+
+
+def test_the_report_on_context_parallelism_says_what_int8_and_a_ring_would_save(tmp_path: Path) -> None:
+    rows = [
+        context.Row("SDPA cuDNN", 4, 32768, 1, 4.0, 8.0, 1 << 30),
+        context.Row("SDPA cuDNN", 4, 32768, 2, 2.4, 4.6, 1 << 29, 0.4, 67_000_000),
+        context.Row(context.SAGE, 4, 32768, 1, 4.0, 8.0, 1 << 30),
+        context.Row(context.SAGE, 4, 32768, 2, 2.0, 4.0, 1 << 29, 0.15, 34_000_000),
+    ]
+    context._write(tmp_path, rows, {"GPUs": "2 x made up"})
+    lines = (tmp_path / "context.md").read_text().splitlines()
+    assert "| SageBwd | 4 | 32,768 | 2 | 2.00 | 4.00 | 2.00 | 0.50 | 0.15 (8%) | 34 |" in lines
+    assert "| 4 | 32,768 | 0.15 | 0.40 | 0.25 | 6.2% |" in lines
+    with (tmp_path / "context.csv").open() as file:
+        assert [row["gather_ms"] for row in csv.DictReader(file)] == ["", "0.4", "", "0.15"]
