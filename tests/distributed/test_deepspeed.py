@@ -22,6 +22,7 @@ TP2 = "tp2_sp_zero1"
 SAME_LAYOUT = (*(f"zero{stage}" for stage in STAGES), TP2, "offload")  # of two ranks, data parallel but for TP2
 ELSEWHERE = {"megatron": "zero3", "zero3": "megatron", "zero2": TP2, TP2: "zero0"}  # resumed from -> in the layout of
 BF16 = ("zero1", "zero2", "zero3", "offload")
+COMPILED = "extensions"  # where DeepSpeed's C++ and CUDA operators would be built
 
 
 def recipes(data: Data) -> dict[str, Recipe]:
@@ -81,7 +82,8 @@ def runs(small_data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepared = prepare(small_data, root / "data")
     (root / "jobs.json").write_text(json.dumps(jobs(small_data)))
     arguments = [str(root / "jobs.json"), str(prepared.folder), str(root)]
-    answer = torchrun([str(PROGRAM), *arguments], ranks=2, timeout=400, CUDA_VISIBLE_DEVICES="")
+    environment = {"CUDA_VISIBLE_DEVICES": "", "TORCH_EXTENSIONS_DIR": str(root / COMPILED)}
+    answer = torchrun([str(PROGRAM), *arguments], ranks=2, timeout=400, **environment)
     assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
     return root
 
@@ -203,6 +205,10 @@ def test_what_the_run_says_of_its_engine(runs: Path) -> None:
     assert meta["deepspeed"]["zero_optimization"]["stage"] == 3
     assert meta["deepspeed"]["train_batch_size"] == 4096 // 32
     assert run_folder.meta(runs / "megatron")["engine"] == "megatron"
+
+
+def test_nothing_is_compiled_at_the_start(runs: Path) -> None:
+    assert not (runs / COMPILED).exists()
 
 
 def test_deepspeed_is_not_imported_unless_it_is_chosen(runs: Path) -> None:

@@ -21,6 +21,7 @@ pytestmark = [
 ]
 STEPS = 20
 STAGES = {"zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}, "offload": {"zero": 2, "offload": "cpu"}}
+COMPILED = "extensions"  # where DeepSpeed's C++ and CUDA operators would be built
 NOISE = 5e-3  # nats between runs in bf16 that sum in another order
 
 
@@ -50,7 +51,8 @@ def runs(small_data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = [job | {"recipe": job["recipe"].model_dump(mode="json")} for job in jobs]
     (root / "jobs.json").write_text(json.dumps(jobs))
     arguments = [str(root / "jobs.json"), str(prepared.folder), str(root)]
-    answer = torchrun([deepspeed_program.__file__, *arguments], ranks=2, timeout=400)
+    extensions = {"TORCH_EXTENSIONS_DIR": str(root / COMPILED)}
+    answer = torchrun([deepspeed_program.__file__, *arguments], ranks=2, timeout=400, **extensions)
     assert answer.returncode == 0, f"{answer.stdout[-5000:]}\n{answer.stderr[-10000:]}"
     return root
 
@@ -69,3 +71,8 @@ def test_a_resumed_run_is_the_unbroken_one_bitwise(runs: Path, name: str) -> Non
     assert journal(runs / f"{name}_resumed") == [line for line in journal(runs / name) if line["step"] > STEPS // 2]
     ours, theirs = (runs / each / "checkpoints" / checkpoint.name(STEPS) for each in (f"{name}_resumed", name))
     assert checkpoint.read(ours).files == checkpoint.read(theirs).files
+
+
+def test_nothing_is_compiled_at_the_start(runs: Path) -> None:
+    """DeepSpeed's own Adam, on a GPU or for offload, would take minutes and a compiler."""
+    assert not (runs / COMPILED).exists()
