@@ -15,6 +15,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import torch
 from tqdm import tqdm
@@ -95,9 +96,13 @@ def _train(
             places = _places(ranks) if gpu else [""]
             for at, gpus in enumerate(places):
                 launches.append((ranks, dict(wanted[at :: len(places)]), gpus))
+        stopped = Event()
         with ThreadPoolExecutor(len(launches) if gpu else 1) as pool:
-            list(pool.map(lambda each: _launch_all(prepared, runs, bar, failures, *each), launches))
-    return failures
+            try:
+                list(pool.map(lambda each: _launch_all(prepared, runs, bar, failures, stopped, *each), launches))
+            except KeyboardInterrupt:  # which torchrun gets too: what was trained is still reported
+                stopped.set()
+    return failures | {folder.parts: "interrupted before its end" for _, left, _ in launches for folder in left}
 
 
 def _places(ranks: int) -> list[str]:
@@ -111,18 +116,19 @@ def _launch_all(
     runs: Path,
     bar: tqdm,
     failures: dict[tuple[str, str], str],
+    stopped: Event,
     ranks: int,
     left: dict[Path, Recipe],
     gpus: str,
 ) -> None:
-    """Until none is left: when one fails, those after it are launched again."""
-    while left:
+    """Until none is left, or it is stopped: when one fails, those after it are launched again."""
+    while left and not stopped.is_set():
         answer = launch(prepared, runs, left, ranks=ranks, gpus=gpus)
         done = [folder for folder in left if run_folder.finished(runs / folder)]
         for folder in done:
             del left[folder]
         bar.update(len(done))
-        if answer.returncode and left:
+        if answer.returncode and left and not stopped.is_set():
             sick = min(left)  # the program goes by name
             failures[sick.parts] = _cause(answer.stderr)
             tqdm.write(f"{sick}: {answer.stdout[-2000:]}\n{answer.stderr[-4000:]}", file=sys.stderr)

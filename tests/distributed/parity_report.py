@@ -22,7 +22,11 @@ REPORT, CSV = "report.md", "results.csv"
 FP32_LOSS, FP32_NORM = 1e-5, 1e-4  # at the last step: nats; a share of the gradient's norm
 NOISES = 3  # in bf16: as many times the distance of a control
 LEAST_LOSS, LEAST_NORM = 2e-4, 2e-3  # in bf16 no bar is below: a control that happens to agree is no measure
-REFERENCES = {layout.like for layout in LAYOUTS.values()}
+REFERENCES = {
+    ALONE: "",
+    LONG: " for context parallelism, whose sequences are longer",
+    ODD: " for an odd number of micro-batches",
+}
 PARTS = ("output", "dQ", "dK", "dV")
 
 
@@ -154,6 +158,8 @@ def write(
 
 def _lines(rows: list[Row], attention: dict[str, bool], left_out: list[str], gpus: int, seconds: float) -> list[str]:
     judged = [row for row in rows if row.layout not in REFERENCES and row.layout not in CONTROLS]
+    there = {row.layout for row in rows}
+    references = ", ".join(f"`{name}`{why}" for name, why in REFERENCES.items() if name in there)
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions().items() if number)
     where = (
         f"{gpus} x {torch.cuda.get_device_name(0)}, NCCL, bf16"
@@ -164,7 +170,7 @@ def _lines(rows: list[Row], attention: dict[str, bool], left_out: list[str], gpu
         "# Parity of layouts",
         "",
         f"**{sum(row.passed for row in judged)} of {len(judged)} runs pass.** {STEPS} steps each, the same data and "
-        f"initial weights; every distance is from one rank: `{ALONE}`, `{LONG}` for context parallelism, `{ODD}`.",
+        f"initial weights; every distance is from one rank: {references}.",
         "",
         f"- machine: {where}",
         f"- command: `{shlex.join(['python', '-m', 'tests.distributed.parity', *sys.argv[1:]])}`, {seconds:.0f} s",
