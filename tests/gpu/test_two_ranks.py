@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).parents[2] / "launch" / "torchrun.sh"
 RECIPE = """
 model: {{layers: 2, hidden: 256, heads: 4, ffn: 512}}
 data: {{corpus: files, files: ["{corpus}"], vocab_size: 512, context: 64, validation_fraction: 0.2}}
-train: {{tokens_per_step: 4096, total_tokens: 1_638_400, micro_batch: 16, deterministic: true}}
+train: {{tokens_per_step: 4096, total_tokens: 1_638_400, micro_batch: 16, deterministic: true, fusion: "off"}}
 optimizer: {{lr: 1e-3, min_lr: 1e-4}}
 evaluation: {{every_steps: 100, tokens: 1024}}
 checkpoint: {{every_steps: 10}}
@@ -111,7 +111,7 @@ def hung(run: Run) -> None:
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 1, said
     cause = str(status.read(run.folder).cause)
-    assert "no progress for 0.5 minutes (health.hang_minutes)" in cause
+    assert "no progress for 0.35 minutes (health.hang_minutes)" in cause
     assert f"rank 1 (process {second} on " in cause
 
 
@@ -124,7 +124,7 @@ def test_whatever_happens_to_a_rank_the_run_goes_on_to_the_same_bits(small_corpu
     stories: dict[Callable[[Run], None], Run] = {
         stopped: Run(tmp_path, "stopped"),
         killed: Run(tmp_path, "killed"),
-        hung: Run(tmp_path, "hung", ("health.hang_minutes=0.5",)),
+        hung: Run(tmp_path, "hung", ("health.hang_minutes=0.35",)),
     }
 
     def told(story: Callable[[Run], None]) -> None:
