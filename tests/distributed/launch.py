@@ -42,18 +42,28 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     """`program`, a file or -m and a module with its arguments, on so many ranks here, in the repository's root.
 
-    environment, without: variables that are set beside this process's own, and those that are not passed on.
+    environment, without: variables that are set beside this process's own, and those that are not passed on. Raises
+    AssertionError, with what was said until then, when it takes more than `timeout` seconds.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in without}
-    return subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program],
         env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-        check=False,
     )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        output, errors = process.communicate()
+        raise AssertionError(f"not done in {timeout:g} s: {output[-5000:]}\n{errors[-10000:]}") from None
+    except BaseException:
+        process.terminate()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def launch(

@@ -22,6 +22,7 @@ pytestmark = [
 STEPS = 20
 STAGES = {"zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}, "offload": {"zero": 2, "offload": "cpu"}}
 COMPILED = "extensions"  # where DeepSpeed's C++ and CUDA operators would be built
+TIMEOUT = 240  # seconds
 NOISE = 5e-3  # nats between runs in bf16 that sum in another order
 
 
@@ -52,7 +53,7 @@ def runs(small_data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "jobs.json").write_text(json.dumps(jobs))
     arguments = [str(root / "jobs.json"), str(prepared.folder), str(root)]
     extensions = {"TORCH_EXTENSIONS_DIR": str(root / COMPILED)}
-    answer = torchrun([deepspeed_program.__file__, *arguments], ranks=2, timeout=400, **extensions)
+    answer = torchrun([deepspeed_program.__file__, *arguments], ranks=2, timeout=TIMEOUT, **extensions)
     assert answer.returncode == 0, f"{answer.stdout[-5000:]}\n{answer.stderr[-10000:]}"
     return root
 
