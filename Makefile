@@ -46,9 +46,9 @@ compare: $(READY) ## compare the runs in RUNS/RECIPE again: make compare RECIPE=
 parity: $(READY) ## every layout of ranks against one: two GPUs or more if there are, else CPUs; writes a report
 	OMP_NUM_THREADS=1 $(PY) -m tests.distributed.parity $(ARGS)
 
-survive: $(READY) ## kill, stop, damage and starve training 200 times; docs/survival.md is what came of it
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.survival --kills 200 --counts .survive.json \
-	  --table docs/survival.md $(ARGS)
+survive: $(READY) ## kill, stop, damage and starve training 300 times; docs/survival.md is what came of it
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.survival --megatron 200 --deepspeed 100 \
+	  --counts .survive.json --table docs/survival.md $(ARGS)
 
 bench: $(READY) ## SageBwd against full-precision attention on this machine's GPU: ARGS=--quick takes under a minute
 	$(PY) -m sagebwd.kernels.benchmarks.bench $(ARGS)

@@ -1,4 +1,5 @@
-"""What a run survives: `python -m tests.survival` hits training processes with every fault, and writes the table.
+"""What a run survives: `python -m tests.survival` hits training processes with every fault, under both engines, and
+writes the table.
 
 Exit code 1 if a single result was wrong. `make survive` writes docs/survival.md. Interrupted, it keeps what it has
 counted, and the same command goes on.
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 from sagebwd import machine
 from tests.survival import faults
-from tests.survival.arena import EVERY, STEPS, Arena
+from tests.survival.arena import ENGINES, EVERY, STEPS, Arena
 from tests.survival.counts import Counts, Tally
 
 FEW = 50  # SIGKILLs in the test suite
@@ -33,13 +34,20 @@ WORD_SECONDS = 60  # between two lines, where there is no terminal for a bar
 @dataclass(frozen=True)
 class Fault:
     name: str
+    engine: str
     tries: int
     once: faults.Round
+
+    @property
+    def label(self) -> str:
+        return self.name if self.engine == "megatron" else f"{self.name}, engine {self.engine}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.survival", description=__doc__)
-    parser.add_argument("--kills", type=int, default=FEW, help="SIGKILLs, half of them inside a save [50]")
+    for engine in ENGINES:
+        what = f"SIGKILLs under engine {engine}, half of them inside a save; 0: no fault at all [{FEW}]"
+        parser.add_argument(f"--{engine}", type=int, default=FEW, metavar="N", help=what)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="faults whose name holds this, or one of several (a,b)")
     parser.add_argument("--table", type=Path, help="write the table to this Markdown file")
@@ -48,13 +56,16 @@ def main() -> int:
     # It warns of each restart that purges points, by design.
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     tqdm.monitor_interval = 0  # its thread would not survive a fork
-    owner = {"commit": machine.commit(), "kills": arguments.kills, "seed": arguments.seed}
+    kills = {engine: getattr(arguments, engine) for engine in ENGINES}
+    owner = {"commit": machine.commit(), "kills": kills, "seed": arguments.seed}
     counts = Counts(arguments.counts, owner)
     if counts.tries:
         print(f"going on after {counts.tries} tries, from {arguments.counts}", flush=True)
     try:
         with tempfile.TemporaryDirectory(prefix="survival-") as root:
-            hit(Path(root), counts, arguments.kills, arguments.seed, arguments.only)
+            for engine, number in kills.items():
+                if number:
+                    hit(Path(root) / engine, engine, counts, number, arguments.seed, arguments.only)
     except KeyboardInterrupt:
         print(
             f"interrupted after {counts.tries} tries"
@@ -62,17 +73,16 @@ def main() -> int:
             file=sys.stderr,
         )
         return 130
-    tallies = list(counts.tallies.values())
     if arguments.table:
-        arguments.table.write_text(_markdown(tallies, arguments.kills, counts.seconds), encoding="utf-8")
+        arguments.table.write_text(_markdown(counts, kills), encoding="utf-8")
     counts.forget()
-    return int(any(tally.wrong for tally in tallies))
+    return int(any(tally.wrong for tally in counts.tallies.values()))
 
 
-def hit(root: Path, counts: Counts, kills: int, seed: int, only: str = "") -> None:
+def hit(root: Path, engine: str, counts: Counts, kills: int, seed: int, only: str = "") -> None:
     """Every fault whose name holds `only`, one after the other, each until it has its tries."""
-    wanted = [fault for fault in every_fault(kills, root) if any(part in fault.name for part in only.split(","))]
-    arena = Arena(root)
+    arena = Arena(root, engine)
+    wanted = [f for f in every_fault(engine, kills, root) if any(part in f.name for part in only.split(","))]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     bar = tqdm(total=sum(fault.tries for fault in wanted), unit="try", disable=not sys.stderr.isatty())
     try:
@@ -80,44 +90,46 @@ def hit(root: Path, counts: Counts, kills: int, seed: int, only: str = "") -> No
             arena.truth()
             for fault in wanted:
                 _until_tried(fault, arena, counts, seed, bar)
-                tqdm.write(f"{_row(counts.of(fault.name))}   ({counts.seconds:.0f} s)", file=sys.stdout)
+                found = counts.of(fault.label)
+                tqdm.write(f"| {fault.label} | {_cells(found)} | {len(found.wrong)} |   ({counts.seconds:.0f} s)")
                 sys.stdout.flush()
     finally:
         arena.end()
 
 
-def every_fault(kills: int, root: Path) -> list[Fault]:
+def every_fault(engine: str, kills: int, root: Path) -> list[Fault]:
     """With tries in proportion to `kills`."""
     few = max(2, kills // 25)
     found = [
-        Fault("SIGKILL at a random moment", kills // 2, faults.killed(faults.at_a_random_moment)),
-        Fault("SIGKILL inside a save", kills - kills // 2, faults.killed(faults.inside_a_save)),
-        Fault("SIGTERM at a random moment", 4 * few, faults.preempted),
-        Fault("SIGUSR1 in a validation", few, faults.preempted_in_validation),
-        Fault("SIGTERM to one rank of two", few, faults.one_rank_preempted),
-        Fault("SIGKILL of one rank of two", few, faults.one_rank_killed),
-        Fault("one rank of two hangs (SIGSTOP)", few, faults.one_rank_hangs),
-        Fault(
+        ("SIGKILL at a random moment", kills // 2, faults.killed(faults.at_a_random_moment)),
+        ("SIGKILL inside a save", kills - kills // 2, faults.killed(faults.inside_a_save)),
+        ("SIGTERM at a random moment", 4 * few, faults.preempted),
+        ("SIGUSR1 in a validation", few, faults.preempted_in_validation),
+        ("SIGTERM to one rank of two", few, faults.one_rank_preempted),
+        ("SIGKILL of one rank of two", few, faults.one_rank_killed),
+        ("one rank of two hangs (SIGSTOP)", few, faults.one_rank_hangs),
+        (
             f"the newest checkpoint damaged: {len(faults.DAMAGES)} ways, each file",
-            len(faults.DAMAGES) * len(faults.FILES) * max(1, kills // 100),
+            len(faults.DAMAGES) * len(faults.files(engine)) * max(1, kills // 100),
             faults.damaged,
         ),
-        Fault("a second run on the folder", few, faults.two_on_one_folder),
+        ("a second run on the folder", few, faults.two_on_one_folder),
     ]
-    full, tries = "disk full while it trains", few
+    full, often = "disk full while it trains", few
     with faults.small_disk(root / "a disk to try") as disk:
         if disk is None:
-            full, tries = f"{full} (not tried: this process may not mount a file system)", 0
-    return [*found, Fault(full, tries, faults.disk_full)]
+            full, often = f"{full} (not tried: this process may not mount a file system)", 0
+    found.append((full, often, faults.disk_full))
+    return [Fault(name, engine, tries, once) for name, tries, once in found]
 
 
 def _until_tried(fault: Fault, arena: Arena, counts: Counts, seed: int, bar: tqdm) -> None:
-    tally, said, missed = counts.of(fault.name), time.monotonic(), 0
-    bar.set_description(fault.name)
+    tally, said, missed = counts.of(fault.label), time.monotonic(), 0
+    bar.set_description(fault.label)
     bar.update(tally.tries)
     while tally.tries < fault.tries:
         began, before, wrong = time.monotonic(), tally.tries, len(tally.wrong)
-        fault.once(arena, tally, random.Random(f"{seed} {fault.name} {before} {missed}"))
+        fault.once(arena, tally, random.Random(f"{seed} {fault.label} {before} {missed}"))
         counts.seconds += time.monotonic() - began
         counts.keep()
         bar.update(tally.tries - before)
@@ -130,30 +142,35 @@ def _until_tried(fault: Fault, arena: Arena, counts: Counts, seed: int, bar: tqd
             return
         if bar.disable and time.monotonic() - said > WORD_SECONDS:
             said = time.monotonic()
-            print(f"{fault.name}: {tally.tries} of {fault.tries}, {len(tally.wrong)} wrong", flush=True)
+            print(f"{fault.label}: {tally.tries} of {fault.tries}, {len(tally.wrong)} wrong", flush=True)
 
 
-def _row(tally: Tally) -> str:
+def _cells(tally: Tally) -> str:
     lost = f"{sum(tally.lost) / tally.tries:.1f}, {max(tally.lost)} at most" if tally.tries else ""
-    return f"| {tally.fault} | {tally.tries} | {lost} | {len(tally.wrong)} |"
+    return f"{tally.tries} | {lost}"
 
 
-def _markdown(tallies: list[Tally], kills: int, seconds: float) -> str:
-    rows = "\n".join(map(_row, tallies))
+def _markdown(counts: Counts, kills: dict[str, int]) -> str:
+    rows = []
+    for name in dict.fromkeys(tally.fault.partition(", engine ")[0] for tally in counts.tallies.values()):
+        of_each = [counts.of(Fault(name, engine, 0, faults.damaged).label) for engine in ENGINES]
+        rows.append(f"| {name} | {' | '.join(map(_cells, of_each))} | {sum(len(each.wrong) for each in of_each)} |")
+    versions = machine.versions()
     return f"""# What a run survives
 
-| fault | tries | steps lost | wrong results |
-|---|---:|---:|---:|
-{rows}
+| fault | tries | steps lost | tries, DeepSpeed | steps lost | wrong results |
+|---|---:|---:|---:|---:|---:|
+{chr(10).join(rows)}
 
 Each try ends with the same command again, until the run is done, and a comparison with a run that nothing happened to:
 every line of log.jsonl, every point of the event files (none twice, none missing), and the last checkpoint's
 weights, moments and random states, byte for byte. *Steps lost*: done again, mean and most, at a checkpoint every
-{EVERY} steps of {STEPS}; a hung rank and a full disk also have to be named as the cause.
+{EVERY} steps of {STEPS}; a hung rank and a full disk also have to be named as the cause. *DeepSpeed*: parallel.engine
+deepspeed with ZeRO-{ENGINES["deepspeed"]["zero"]}; the other tries are engine megatron's.
 
-Written by `make survive` ({kills} SIGKILLs, {seconds:.0f} s) at commit {machine.commit()},
-{time.strftime("%Y-%m-%d")}, on {os.cpu_count()} cores of an {_processor()} with gloo,
-torch {machine.versions()["torch"]}, Megatron-core {machine.versions()["megatron-core"]}.
+Written by `make survive` ({" and ".join(map(str, kills.values()))} SIGKILLs, {counts.seconds:.0f} s) at commit
+{machine.commit()}, {time.strftime("%Y-%m-%d")}, on {os.cpu_count()} cores of an {_processor()}
+with gloo, torch {versions["torch"]}, Megatron-core {versions["megatron-core"]}, DeepSpeed {versions["deepspeed"]}.
 """
 
 

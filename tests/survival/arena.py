@@ -26,6 +26,12 @@ from tests.small_corpus import small_documents
 from tests.training.runs import changed, comparable, journal, logged, tiny_recipe
 
 STEPS, EVERY = 40, 3
+# What `parallel` says under each engine, and the files of tensors that two of its ranks write.
+ENGINES = {"megatron": {}, "deepspeed": {"engine": "deepspeed", "zero": 2}}
+TENSORS = {
+    "megatron": ("tp_00.safetensors",),
+    "deepspeed": ("tp_00_dp_0000.safetensors", "tp_00_dp_0001.safetensors"),
+}
 Hook = Callable[[], None]
 
 
@@ -57,16 +63,19 @@ class Child:
 
 
 class Arena:
-    """A folder for runs of one tiny recipe; `truth` is the unbroken run that all others must equal bitwise."""
+    """A folder for runs of one tiny recipe under one engine; `truth` is the unbroken run that all others must equal
+    bitwise."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, engine: str) -> None:
         torch.set_num_threads(1)
-        self.root = root
+        root.mkdir()
+        self.root, self.engine = root, engine
         corpus = root / "small.jsonl"
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in small_documents()), encoding="utf-8")
         data = Data(corpus="files", files=(str(corpus),), vocab_size=512, context=32, validation_fraction=0.2)
         recipe = tiny_recipe(data, "sagebwd", steps=STEPS, tokens_per_step=256, micro_batch=4)
-        self.recipe = changed(recipe, {"checkpoint": {"every_steps": EVERY}, "evaluation": {"every_steps": 7}})
+        often = {"checkpoint": {"every_steps": EVERY}, "evaluation": {"every_steps": 7}}
+        self.recipe = changed(recipe, often | {"parallel": ENGINES[engine]})
         self.number = 0
         self.children: list[Child] = []
         # In a process of its own: threads that it starts would not survive a fork.

@@ -22,15 +22,15 @@ from pathlib import Path
 from sagebwd.errors import UserError
 from sagebwd.training import checkpoint, lock, run_folder, status
 from sagebwd.training.preemption import Preemption
-from tests.survival.arena import EVERY, STEPS, Arena, Child, last_step, reached, went_on_after
+from tests.survival.arena import EVERY, STEPS, TENSORS, Arena, Child, last_step, reached, went_on_after
 from tests.survival.counts import Tally
 from tests.training.runs import changed
 
 Round = Callable[[Arena, Tally, random.Random], None]
 Hit = Callable[[Arena, Path, random.Random], Child]
 CALLS_OF_A_SAVE = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
-FILES = ("tp_00.safetensors", checkpoint.MANIFEST, checkpoint.LATEST)
 DAMAGES = ("truncate", "empty", "flip a bit", "zero", "delete", "append")
+TWO = 2  # ranks of a run whose checkpoints are damaged: under DeepSpeed each writes a file
 JITTER = 0.03  # seconds: a step or two, so that a fault meets any part of one
 
 
@@ -188,20 +188,26 @@ def one_rank_hangs(arena: Arena, tally: Tally, generator: random.Random) -> None
 def damaged(arena: Arena, tally: Tally, generator: random.Random) -> None:
     """One kind of damage after the other to one file after the other, of the newest checkpoint of a run that was killed
     at its end."""
-    damage, name = [(damage, name) for name in FILES for damage in DAMAGES][tally.tries % (len(FILES) * len(DAMAGES))]
+    cases = [(damage, name) for name in files(arena.engine) for damage in DAMAGES]
+    damage, name = cases[tally.tries % len(cases)]
     folder = arena.folder()
-    shutil.copytree(arena.truth(), folder)
+    shutil.copytree(arena.truth(TWO), folder)
     for file in ("meta.json", status.STATUS):
         (folder / file).unlink()
     root = folder / checkpoint.FOLDER
     _damage(root / name if name == checkpoint.LATEST else root / checkpoint.name(STEPS) / name, damage, generator)
-    (child,) = arena.start(folder)
-    code = child.wait()
-    if code or ("WARNING: the checkpoint" not in child.said() and "WARNING: /" not in child.said()):
-        tally.wrong.append(f"{damage} {name}: exit code {code}: {child.said()[-500:]}")
-    tally.lost.append(STEPS - (went_on_after(child) or 0))
-    tally.wrong += arena.differences(folder)
+    children = arena.start(folder, TWO)
+    codes, said = [child.wait() for child in children], children[0].said()
+    if any(codes) or ("WARNING: the checkpoint" not in said and "WARNING: /" not in said):
+        tally.wrong.append(f"{damage} {name}: exit codes {codes}: {said[-500:]}")
+    tally.lost.append(STEPS - (went_on_after(children[0]) or 0))
+    tally.wrong += arena.differences(folder, TWO)
     shutil.rmtree(folder)
+
+
+def files(engine: str) -> tuple[str, ...]:
+    """Of a checkpoint of two ranks, and what names it."""
+    return (*TENSORS[engine], checkpoint.MANIFEST, checkpoint.LATEST)
 
 
 def two_on_one_folder(arena: Arena, tally: Tally, generator: random.Random) -> None:

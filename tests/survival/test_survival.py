@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 MINUTES = 15  # a part takes one, or several on a busy machine; what hangs ends at last
 
 
-def survive(faults: str) -> dict[str, int]:
+def survive(faults: str, megatron: int = FEW, deepspeed: int = 0) -> dict[str, int]:
     """Fault -> tries. In a process of its own, which forks and so must not have threads; on a CPU."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.survival", "--kills", str(FEW), "--only", faults]
+    kills = ["--megatron", str(megatron), "--deepspeed", str(deepspeed)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.survival", *kills, "--only", faults]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **options)
@@ -34,6 +35,12 @@ def survive(faults: str) -> dict[str, int]:
 @pytest.mark.parametrize("where", ["at a random moment", "inside a save"])
 def test_killed(where: str) -> None:
     assert survive(f"SIGKILL {where}")[f"SIGKILL {where}"] >= FEW // 2
+
+
+def test_engine_deepspeed_is_killed_stopped_and_damaged() -> None:
+    tries = survive("SIGKILL,SIGTERM to one,damaged", megatron=0, deepspeed=FEW // 4)
+    assert len(tries) == 5
+    assert all("engine deepspeed" in fault for fault in tries)
 
 
 def test_asked_to_stop() -> None:
