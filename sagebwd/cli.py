@@ -99,7 +99,9 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_data(train)
     _add_print_config(train)
 
-    text = "how a run stands: exit code 0 finished, 75 stopped and ready to go on, 3 running, 1 failed"
+    text = (
+        "how a run stands: exit code 0 finished, 75 stopped and ready to go on, 3 running, 4 failed by a hang, 1 failed"
+    )
     stands = commands.add_parser("status", help=text, description=text)
     stands.add_argument("folder", type=Path, metavar="DIR", help="the folder of an arm's run, such as runs/small/fpa")
     stands.set_defaults(command=_status)

@@ -16,7 +16,7 @@ from sagebwd.training import lock
 
 STATUS = "status.json"
 EVERY_SECONDS = 5.0  # between two writings while it runs
-FINISHED, FAILED, RESUMABLE, RUNNING = 0, 1, 75, 3  # exit codes of `sagebwd status`; 75 is EX_TEMPFAIL
+FINISHED, FAILED, RUNNING, HUNG, RESUMABLE = 0, 1, 3, 4, 75  # exit codes of `sagebwd status`; 75 is EX_TEMPFAIL
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Status:
     """state: running (or killed: then nobody holds the folder's lock), preempted, finished or failed.
 
     step, of: optimizer steps. tokens: trained on. rate: tokens a second. checkpoint: the newest whole one's step.
-    spikes, skipped: steps. cause: of the end, in a sentence. time: of this word, and started: of the process, seconds
-    since 1970. pid, host: of rank 0, which hands on SIGTERM or SIGUSR1 to all.
+    spikes, skipped: steps. cause: of the end, in a sentence. hung: it failed by standing still, as by a network or a
+    GPU that no longer answers, so that another try may well pass. time: of this word, and started: of the process,
+    seconds since 1970. pid, host: of rank 0, which hands on SIGTERM or SIGUSR1 to all.
     """
 
     state: Literal["running", "preempted", "finished", "failed"]
@@ -37,6 +38,7 @@ class Status:
     spikes: int = 0
     skipped: int = 0
     cause: str | None = None
+    hung: bool = False
     time: float = 0.0
     started: float = 0.0
     pid: int = 0
@@ -54,7 +56,7 @@ class Reporter:
         except UserError:
             before = Status("running", 0, steps, 0)
         me = {"started": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
-        self.status = replace(before, state="running", of=steps, cause=None, **me)
+        self.status = replace(before, state="running", of=steps, cause=None, hung=False, **me)
         self.tell()
 
     def tell(self, *, now: bool = True, **changed: Any) -> None:
@@ -72,7 +74,7 @@ class Reporter:
         return found.state == "failed" and found.started == self.status.started
 
 
-def fail(folder: Path, cause: str) -> None:
+def fail(folder: Path, cause: str, *, hung: bool = False) -> None:
     """Called on any rank: the run has failed. The first cause stands; what it brings down with it does not count.
 
     A status.json that is not there or not running is left alone: then the failure is not this run's to tell.
@@ -83,7 +85,7 @@ def fail(folder: Path, cause: str) -> None:
         return
     if found.state == "running":
         with contextlib.suppress(OSError):  # the cause may be that nothing can be written
-            _write(folder, replace(found, state="failed", cause=cause, time=time.time()))
+            _write(folder, replace(found, state="failed", cause=cause, hung=hung, time=time.time()))
 
 
 def settle(folder: Path, state: Literal["finished", "failed"]) -> None:
@@ -107,7 +109,7 @@ def read(folder: Path) -> Status:
             raise ValueError(f"its state is {status.state!r}")
         if not all(isinstance(number, int) for number in (status.step, status.of, status.tokens)):
             raise ValueError("step, of and tokens must be whole numbers")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"no {STATUS} in {folder}: give the folder of an arm that has begun, such as runs/small/fpa"
         ) from None
@@ -117,11 +119,12 @@ def read(folder: Path) -> Status:
 
 
 def exit_code(folder: Path) -> int:
-    """FINISHED, FAILED, RESUMABLE (preempted, or its process is gone) or RUNNING."""
-    state = read(folder).state
-    if state == "running":
+    """FINISHED, RESUMABLE (preempted, or its process is gone), RUNNING, HUNG (it failed that way) or FAILED."""
+    status = read(folder)
+    if status.state == "running":
         return RUNNING if lock.is_held(folder) else RESUMABLE
-    return {"finished": FINISHED, "failed": FAILED, "preempted": RESUMABLE}[state]
+    failed = HUNG if status.hung is True else FAILED
+    return {"finished": FINISHED, "failed": failed, "preempted": RESUMABLE}[status.state]
 
 
 def show(folder: Path) -> int:
@@ -147,7 +150,7 @@ def show(folder: Path) -> int:
     lines.append(
         f"last word   {_duration(max(time.time() - status.time, 0))} ago, process {status.pid} on {status.host}"
     )
-    if code == RESUMABLE:
+    if code in (RESUMABLE, HUNG):
         lines.append("the same command goes on from the last checkpoint")
     print("\n".join(lines), flush=True)
     return code

@@ -94,7 +94,7 @@ def run(recipe: Recipe, arm: str, folder: Path, prepared: Prepared) -> End:
         here.agreed(begin)
         preemption = Preemption(here)
         stack.enter_context(preemption.listening())
-        watchdog = stack.enter_context(Watchdog(here, minutes, partial(status.fail, folder)))
+        watchdog = stack.enter_context(Watchdog(here, minutes, partial(status.fail, folder, hung=True)))
         with endings.told(folder, here):
             training = _Arm(resolved, arm, folder, prepared, plan, dtype, owner, here, preemption, watchdog)
             training.report = report[0] if report else None

@@ -29,12 +29,17 @@ def reporter(folder: Path) -> Reporter:
         ("preempted", 75, "the same command goes on"),
         ("running", 75, "interrupted (its process is gone)"),
         ("failed", 1, "cause       disk full"),
+        ("hung", 4, "the same command goes on"),
     ],
 )
 def test_the_exit_code_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, code: int, words: str
 ) -> None:
-    reporter(tmp_path).tell(state=state, cause="disk full" if state == "failed" else None)
+    if state == "hung":
+        reporter(tmp_path)
+        status.fail(tmp_path, "no progress", hung=True)
+    else:
+        reporter(tmp_path).tell(state=state, cause="disk full" if state == "failed" else None)
     assert status.show(tmp_path) == code
     said = capsys.readouterr().out
     assert words in said
@@ -66,14 +71,19 @@ def test_the_first_cause_stands(tmp_path: Path) -> None:
     Reporter(tmp_path, 120)  # the next process
     again = status.read(tmp_path)
     assert (again.state, again.cause, again.step, again.checkpoint) == ("running", None, 30, 25)
+    status.fail(tmp_path, "no progress", hung=True)
+    assert status.exit_code(tmp_path) == status.HUNG
+    Reporter(tmp_path, 120)
+    assert not status.read(tmp_path).hung
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"state": "asleep"}', '{"state": "running", "step": "1", "of": 2, "tokens": 3}']
 )
 def test_what_is_no_status_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UserError, match="no status"):
-        status.read(tmp_path)
+    for nowhere in (tmp_path, tmp_path / "missing", Path(__file__)):
+        with pytest.raises(UserError, match="no status"):
+            status.read(nowhere)
     (tmp_path / "status.json").write_text(text)
     with pytest.raises(UserError, match="cannot be read"):
         status.read(tmp_path)
