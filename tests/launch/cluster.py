@@ -1,7 +1,8 @@
-"""A real SLURM on this machine: Debian's munged, slurmctld and slurmd, one node, everything of theirs in one folder.
+"""A real SLURM on this machine: Debian's munged, slurmctld and slurmd, everything of theirs in one folder.
 
-`pytest_plugins = ("tests.launch.cluster",)` in a module gives it the fixture `slurm`. Skipped, with the reason, where
-SLURM is not installed or the tests do not run as root, which its daemons need.
+`pytest_plugins = ("tests.launch.cluster",)` in a module gives it the fixture `slurm`, of one node, and with
+"tests.launch.nodes" `slurm_of_two`, whose nodes are two network namespaces. Skipped, with the reason, where SLURM is
+not installed or the tests do not run as root, which its daemons need.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+
+from tests.launch.nodes import Node
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
@@ -28,14 +31,21 @@ CPUS = 8  # more than CI's machine has, so that a test's jobs start side by side
 
 @dataclass(frozen=True)
 class Slurm:
-    """folder: conf, logs and state of the daemons. environment: what makes SLURM's commands talk to them."""
+    """folder: conf, logs and state of the daemons. environment: what makes SLURM's commands talk to them. node: where
+    the commands are run; None: on this machine."""
 
     folder: Path
     environment: dict[str, str]
+    node: Node | None = None
 
     def run(self, *command: object, cwd: Path | None = None) -> str:
         answer = subprocess.run(
-            list(map(str, command)), env=self.environment, cwd=cwd, capture_output=True, text=True, check=False
+            [*(self.node.enter if self.node else ()), *map(str, command)],
+            env=self.environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert answer.returncode == 0, f"{command}: {answer.stdout}{answer.stderr}"
         return answer.stdout
@@ -68,52 +78,71 @@ def missing() -> str | None:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
+    with _started() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slurm_of_two(nodes: tuple[Node, Node]) -> Iterator[Slurm]:
+    """The first node is the controller too, and the one that jobs are submitted from."""
+    with _started(nodes) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def _started(nodes: Sequence[Node] = ()) -> Iterator[Slurm]:
+    """nodes: none for this machine as the only one."""
     if reason := missing():
         pytest.skip(reason)
     # Not pytest's folder: munged wants a path that every user may enter. Short, since it holds sockets.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
-    cluster = Slurm(
-        folder, os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:{SBIN}"}
-    )
+    environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:{SBIN}"}
+    here = Slurm(folder, environment)
+    of_each = [replace(here, node=node) for node in nodes] or [here]
+    names = [node.name for node in nodes] or ["localhost"]
     started: list[Path] = []
     try:
-        _configure(folder)
-        for name, *options in (
-            (
-                "munged",
-                f"--key-file={folder}/munge.key",
-                f"--socket={folder}/munge.socket",
-                f"--pid-file={folder}/munged.pid",
-                f"--log-file={folder}/munged.log",
-                f"--seed-file={folder}/munge.seed",
-            ),
-            ("slurmctld",),
-            ("slurmd", "-N", "localhost"),
-        ):
-            cluster.run(name, *options)
-            started.append(folder / f"{name}.pid")
+        _configure(folder, dict(zip(names, [node.address for node in nodes] or ["127.0.0.1"], strict=True)))
+        here.run(
+            "munged",
+            f"--key-file={folder}/munge.key",
+            f"--socket={folder}/munge.socket",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/munge.seed",
+        )
+        started.append(folder / "munged.pid")
+        of_each[0].run("slurmctld")
+        started.append(folder / "slurmctld.pid")
+        for name, cluster in zip(names, of_each, strict=True):
+            (folder / f"spool-{name}").mkdir()
+            cluster.run("slurmd", "-N", name)
+            started.append(folder / f"slurmd-{name}.pid")
         end = time.monotonic() + 30
-        while "idle" not in cluster.run("sinfo", "--noheader", "--format=%T"):
-            assert time.monotonic() < end, cluster.logs()
+        while of_each[0].run("sinfo", "--noheader", "--Node", "--format=%T").split() != ["idle"] * len(names):
+            assert time.monotonic() < end, here.logs()
             time.sleep(0.2)
-        yield cluster
-        cluster.run("scancel", "--user=root", "--signal=KILL", "--full")
+        yield of_each[0]
+        of_each[0].run("scancel", "--user=root", "--signal=KILL", "--full")
     finally:
         for pid_file in reversed(started):
             _stop(pid_file)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _configure(folder: Path) -> None:
+def _configure(folder: Path, addresses: dict[str, str]) -> None:
     key = folder / "munge.key"
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(128))
     controller, daemon = _free_ports(2)
+    nodes = "\n".join(
+        f"NodeName={name} NodeAddr={address} NodeHostname={name} CPUs={CPUS}" for name, address in addresses.items()
+    )
     (folder / "slurm.conf").write_text(
         f"""
 ClusterName=test
-SlurmctldHost=localhost
+SlurmctldHost={next(iter(addresses))}
 SlurmctldPort={controller}
 SlurmdPort={daemon}
 SlurmUser=root
@@ -133,13 +162,13 @@ MessageTimeout=60
 ReturnToService=2
 SchedulerParameters=sched_interval=5,bf_interval=5
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-NodeName=localhost NodeAddr=127.0.0.1 CPUs={CPUS}
-PartitionName=test Nodes=localhost Default=YES MaxTime=INFINITE
+SlurmdLogFile={folder}/slurmd-%n.log
+{nodes}
+PartitionName=test Nodes={",".join(addresses)} Default=YES MaxTime=INFINITE
 """,
         encoding="utf-8",
     )

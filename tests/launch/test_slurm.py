@@ -9,15 +9,17 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from sagebwd.training import status
 from tests.launch.cluster import Slurm
+from tests.launch.nodes import Node
 from tests.training.runs import logged
 
-pytest_plugins = ("tests.launch.cluster", "tests.small_corpus")
+pytest_plugins = ("tests.launch.cluster", "tests.launch.nodes", "tests.small_corpus")
 SCRIPT = Path(__file__).parents[2] / "launch" / "slurm.sh"
 FINISHED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 TAGS = ("train/loss", "train/grad_norm", "train/learning_rate", "validation/loss")
@@ -142,7 +144,7 @@ def a_mistake(scene: Scene) -> None:
 
 
 def test_jobs_survive_what_slurm_does(slurm: Slurm, place: Path, environment: dict[str, str]) -> None:
-    scene = Scene(Slurm(slurm.folder, environment | slurm.environment), place)
+    scene = Scene(replace(slurm, environment=environment | slurm.environment), place)
     train = [sys.executable, "-m", "sagebwd.cli", "train", "tiny.yaml", "--arm", "fpa", "name=unbroken", LONG]
     unbroken = place / "runs" / "unbroken" / "fpa"
     with ThreadPoolExecutor(7) as pool:
@@ -154,6 +156,32 @@ def test_jobs_survive_what_slurm_does(slurm: Slurm, place: Path, environment: di
         failures = [error for future in (*alone, *compared) if (error := future.exception())]
     if failures:
         raise ExceptionGroup("of the stories", failures)
+
+
+def test_a_job_on_two_nodes(
+    slurm_of_two: Slurm, nodes: tuple[Node, Node], place: Path, environment: dict[str, str]
+) -> None:
+    """Through a signal, and through a network between the nodes that fails for a while: the losses of two ranks on one
+    node."""
+    scene = Scene(replace(slurm_of_two, environment=environment | slurm_of_two.environment), place)
+    folder, long = place / "runs" / "two" / "fpa", (LONG, "health.hang_minutes=0.2")
+    job = scene.submit("--cpus", "1", "--nodes", "2", "--arms", "fpa", "name=two", *long)
+    command = [SCRIPT.with_name("torchrun.sh"), "tiny.yaml", "fpa", "--nproc", "2", "name=unbroken", *long]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    on_one = subprocess.Popen(command, cwd=place, env=environment, **options)
+    scene.wait_for_step(job, "two", STEPS // 20 * 3)
+    scene.slurm.run("scancel", "--signal=USR1", job)
+    scene.wait_for_step(job, "two", STEPS // 20 * 8)
+    nodes[1].link("down")
+    scene.slurm.wait(job, lambda _: status.read(folder).state == "failed", 200)
+    nodes[1].link("up")
+    found, log = scene.ended(job), scene.log("two")
+    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "2"), log
+    assert re.search(r"start 3: arm fpa on 2 node\(s\): node\[1-2\]\n", log), log
+    assert re.search(r"no progress for 0\.2 minutes .*: rank 1 \(process \d+ on node2\) does not answer", log), log
+    said, _ = on_one.communicate(timeout=200)
+    assert on_one.returncode == 0, said
+    scene.check_unbroken("two", place / "runs" / "unbroken" / "fpa")
 
 
 # What needs no cluster

@@ -1,32 +1,31 @@
-"""launch/torchrun.sh on one node and on two: network namespaces of this machine, joined by two veth interfaces."""
+"""launch/torchrun.sh on one node and on two."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sagebwd.training import status
+from tests.launch.nodes import Node
 from tests.training.runs import logged
 
-pytest_plugins = ("tests.small_corpus",)
+pytest_plugins = ("tests.launch.nodes", "tests.small_corpus")
 SCRIPT = Path(__file__).parents[2] / "launch" / "torchrun.sh"
 HEAD = "10.213.7.1"
 
 
-def torchrun(place: Path, environment: dict[str, str], *arguments: str, inside: str | None = None) -> subprocess.Popen:
-    namespace = ["ip", "netns", "exec", inside] if inside else []
+def torchrun(place: Path, environment: dict[str, str], *arguments: str, node: Node | None = None) -> subprocess.Popen:
     return subprocess.Popen(
         # SIGINT as a terminal has it: in the background of a script it is ignored, and the test would wait for ever
-        [*namespace, "env", "--default-signal=INT", str(SCRIPT), *arguments],
+        [*(node.enter if node else ()), "env", "--default-signal=INT", str(SCRIPT), *arguments],
         cwd=place,
         env=environment,
         stdout=subprocess.PIPE,
@@ -72,32 +71,6 @@ def test_a_rank_s_mistake_is_the_script_s(place: Path, environment: dict[str, st
     assert "Traceback" not in errors
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[tuple[str, str]]:
-    """Two network namespaces that reach each other at 10.213.7.1 and 10.213.7.2, and nothing else."""
-    if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and iproute2")
-    names = tuple(f"sagebwd-{os.getpid()}-{number}" for number in (0, 1))
-    made = [subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False) for name in names]
-    try:
-        for answer in made:
-            if answer.returncode:
-                pytest.skip(f"no network namespaces here: {answer.stderr.strip()}")
-        ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth1", "netns", names[1])
-        for number, name in enumerate(names):
-            ip("-n", name, "address", "add", f"10.213.7.{number + 1}/24", "dev", f"veth{number}")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", f"veth{number}", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
-
-
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + 200
     while not condition():
@@ -116,18 +89,15 @@ def trained(place: Path, run: str) -> int:
 
 
 def test_two_nodes_stop_together_go_on_and_compute_what_one_does(
-    place: Path, environment: dict[str, str], nodes: tuple[str, str]
+    place: Path, environment: dict[str, str], nodes: tuple[Node, Node]
 ) -> None:
     """The signal comes to the node that is not the head: both save at the same step, and say so to their callers."""
     run = ["tiny.yaml", "sagebwd", "train.total_tokens=51200"]  # 200 steps
     one = torchrun(place, environment, *run, "--nproc", "2", "name=one")
+    two = [*run, "--nproc", "1", "name=two", "--nodes", "2", "--head", nodes[0].name]
     for expected in (75, 0):
         both = [
-            torchrun(
-                place, environment, *run, "--nproc", "1", "name=two", *where, "--node-rank", str(rank), inside=node
-            )
-            for where in [("--nodes", "2", "--head", HEAD)]
-            for rank, node in enumerate(nodes)
+            torchrun(place, environment, *two, "--node-rank", str(rank), node=node) for rank, node in enumerate(nodes)
         ]
         if expected:
             wait_for(lambda: trained(place, "two") > 20, both[1])
