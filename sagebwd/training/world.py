@@ -18,6 +18,18 @@ from torch import distributed
 from sagebwd.errors import UserError
 from sagebwd.megatron import cpu_compat
 
+# Of every rank, whoever starts it: torchrun.sh, `sagebwd recipe`, DeepSpeed's launcher. What is set already stays.
+ENVIRONMENT = {
+    # No reduction inside the NVLink switch: it sums in another order than rings and trees do, so that losses would
+    # depend on the machine, and it needs a multicast service that containers and virtual machines often lack (NCCL then
+    # fails at start).
+    "NCCL_NVLS_ENABLE": "0",
+    # A collective that fails or outlasts its time-out ends its process, and so the run, instead of waiting for ever.
+    # The time-out, NCCL's as gloo's, is the recipe's: a minute more than health.hang_minutes, so that the run's own
+    # watchdog is first, which knows the rank that the others wait for.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+}
+
 
 @dataclass(frozen=True)
 class World:
@@ -150,6 +162,8 @@ def process_group(device: torch.device, timeout: timedelta) -> Iterator[None]:
     if distributed.is_initialized():
         yield
         return
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     # Without device_id: with it torch connects NCCL in each of the twenty-odd groups that Megatron makes, used or not,
     # which took an H200 10 s and 20 GiB of its memory a process.
     options: dict[str, Any] = {"backend": "nccl" if device.type == "cuda" else "gloo", "timeout": timeout}

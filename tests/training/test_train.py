@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,14 @@ def test_the_host_reads_nothing_from_the_device_in_forward_and_backward(
     with reads:
         assert torch.ones(1) > 0
     assert reads.count == 1  # so it is counted at all
+
+
+def test_a_rank_sets_what_nccl_reads_whoever_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what a person has set stays
+    with world.process_group(torch.device("cpu"), timedelta(minutes=1)):
+        assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 def test_meta_is_replaced_whole(tmp_path: Path) -> None:
