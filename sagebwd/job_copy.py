@@ -6,6 +6,7 @@ of the same name, its base merged in. Edits and checkouts after that change noth
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -32,9 +33,12 @@ def take(recipe: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    recipe, folder = map(Path, sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m sagebwd.job_copy", description=__doc__)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("folder", type=Path, help="where the copy goes; it must not exist")
+    arguments = parser.parse_args()
     try:
-        take(recipe, folder)
+        take(arguments.recipe, arguments.folder)
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
