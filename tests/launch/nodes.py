@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-# In namespaces of its own for mounts and the host name: $1 node, $2 the nodes' hosts file, then the command.
+# In namespaces of its own for mounts and the host name: $1 node, $2 its hosts file, then the command.
 BECOME = 'echo "$1" >/proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 
 
 @dataclass(frozen=True)
 class Node:
-    """namespace: its network's. hosts: what every node has as /etc/hosts."""
+    """namespace: its network's. hosts: what it has as /etc/hosts."""
 
     name: str
     address: str
@@ -42,14 +42,16 @@ class Node:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
-    """node1 and node2, which reach each other and nothing else."""
+    """node1 and node2, which reach each other and nothing else. To itself each is 127.0.1.1, as Debian has it."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
         pytest.skip("network namespaces need root, iproute2 and util-linux")
-    hosts = tmp_path_factory.mktemp("nodes") / "hosts"
+    folder = tmp_path_factory.mktemp("nodes")
     pair = tuple(
-        Node(f"node{number}", f"10.213.7.{number}", f"sagebwd-{os.getpid()}-{number}", hosts) for number in (1, 2)
+        Node(f"node{number}", f"10.213.7.{number}", f"sagebwd-{os.getpid()}-{number}", folder / f"hosts{number}")
+        for number in (1, 2)
     )
-    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{node.address} {node.name}\n" for node in pair))
+    for node, other in (pair, pair[::-1]):
+        node.hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {node.name}\n{other.address} {other.name}\n")
     try:
         for node in pair:
             made = subprocess.run(["ip", "netns", "add", node.namespace], capture_output=True, text=True, check=False)

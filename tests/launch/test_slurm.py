@@ -177,6 +177,7 @@ def test_a_job_on_two_nodes(
     nodes[1].link("up")
     found, log = scene.ended(job), scene.log("two")
     assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "2"), log
+    assert re.search(rf" --nproc 1 --nodes 2 --head {re.escape(nodes[0].address)}:\d+ ", log), log
     assert re.search(r"start 3: arm fpa on 2 node\(s\): node\[1-2\]\n", log), log
     assert re.search(r"no progress for 0\.2 minutes .*: rank 1 \(process \d+ on node2\) does not answer", log), log
     said, _ = on_one.communicate(timeout=200)
@@ -223,6 +224,21 @@ def test_a_dry_run_prints_the_command_and_writes_nothing(place: Path, environmen
         answer.stdout,
     )
     assert [path.name for path in place.iterdir()] == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--snapshot", "--snapshot needs a value"),
+        ("--snapshot x --frob y", "unknown option --frob"),
+        ("--snapshot x recipe.yaml", "--python is missing"),
+    ],
+)
+def test_a_mistake_in_a_job_s_own_command_is_one_line(arguments: str, complaint: str) -> None:
+    command = [SCRIPT.with_name("slurm.sbatch"), *arguments.split()]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr == f"error: {complaint} (see slurm.sbatch --help)\n"
 
 
 @pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sh", "slurm.sbatch", "setup.sh"])

@@ -94,7 +94,7 @@ def test_two_nodes_stop_together_go_on_and_compute_what_one_does(
     """The signal comes to the node that is not the head: both save at the same step, and say so to their callers."""
     run = ["tiny.yaml", "sagebwd", "train.total_tokens=51200"]  # 200 steps
     one = torchrun(place, environment, *run, "--nproc", "2", "name=one")
-    two = [*run, "--nproc", "1", "name=two", "--nodes", "2", "--head", nodes[0].name]
+    two = [*run, "--nproc", "1", "name=two", "--nodes", "2", "--head", nodes[0].address]
     for expected in (75, 0):
         both = [
             torchrun(place, environment, *two, "--node-rank", str(rank), node=node) for rank, node in enumerate(nodes)
