@@ -165,7 +165,8 @@ def _markdown(counts: Counts, kills: dict[str, int]) -> str:
 Each try ends with the same command again, until the run is done, and a comparison with a run that nothing happened to:
 every line of log.jsonl, every point of the event files (none twice, none missing), and the last checkpoint's
 weights, moments and random states, byte for byte. *Steps lost*: done again, mean and most, at a checkpoint every
-{EVERY} steps of {STEPS}; a hung rank and a full disk also have to be named as the cause. *DeepSpeed*: parallel.engine
+{EVERY} steps of {STEPS}; a hung rank and a full disk also have to be named as the cause. On a full disk a run
+trains on without checkpoints for as long as it can log, and those steps are done again. *DeepSpeed*: parallel.engine
 deepspeed with ZeRO-{ENGINES["deepspeed"]["zero"]}; the other tries are engine megatron's.
 
 Written by `make survive` ({" and ".join(map(str, kills.values()))} SIGKILLs, {counts.seconds:.0f} s) at commit
