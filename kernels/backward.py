@@ -20,6 +20,7 @@ from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
 from sagebwd.kernels.common import SLOT, document, fragment_order, key_range, quantise_left, query_range, visible
 from sagebwd.kernels.forward import mean_logits
+from sagebwd.kernels.launch import launch
 from sagebwd.kernels.packing import Tables
 from sagebwd.kernels.quantise import Quantised
 
@@ -381,10 +382,16 @@ def query_side(
     tune = tuning.backward_q(do.device, dp, config)
     rows = config.block_q if only == "leak" else tune.rows  # dK's left operands share scales down a block of queries
     row_tiles = m_pad // rows
-    _backward_q[(b * h * row_tiles,)](
-        q.rows, q.scale, q.tile_mean, k.rows, k.columns, k.scale, statistics, multiple, do, v, k_source, k_mean,
-        dq, documents, *do.stride(), *v.stride(), *k_source.stride(), *dq.stride(),
-        h, h // kv_heads, m, n, m_pad, k.rows.shape[1], window, softmax_scale, softmax_scale * tuning.LOG2E, row_tiles,
+    launch(
+        _backward_q, b * h * row_tiles,
+        (
+            q.rows, q.scale, q.tile_mean, k.rows, k.columns, k.scale, statistics, multiple, do, v, k_source, k_mean,
+            dq, documents,
+        ),
+        (
+            *do.stride(), *v.stride(), *k_source.stride(), *dq.stride(), h, h // kv_heads, m, n, m_pad, k.rows.shape[1],
+            window, softmax_scale, softmax_scale * tuning.LOG2E, row_tiles,
+        ),
         CAUSAL=causal, PER_ROW=config.granularity == "row",
         DELTA_ONLY=only == "delta", LEAK_ONLY=only == "leak", PROJECT=config.project and only is None,
         D=dim, DP=dp, BQ=config.block_q, BM=rows, BN=config.block_k, num_warps=tune.warps, num_stages=tune.stages,
@@ -405,11 +412,16 @@ def key_side(
     k_source = v if k_source is None else k_source
     for key, for_dk, for_dv in tuning.backward_kv(do.device, dp, config):
         key_tiles = n_pad // key.rows
-        _backward_kv[(b * kv_heads * key_tiles,)](
-            q.rows, q.columns, q.scale, q.tile_mean, k.rows, k.scale, do_quantised.columns, do_quantised.scale,
-            statistics, multiple, do, v, k_source, k_mean, dk, dv, documents,
-            *do.stride(), *v.stride(), *k_source.stride(), *dk.stride(), *dv.stride(),
-            h, h // kv_heads, m, n, m_pad, n_pad, window, softmax_scale, softmax_scale * tuning.LOG2E, key_tiles,
+        launch(
+            _backward_kv, b * kv_heads * key_tiles,
+            (
+                q.rows, q.columns, q.scale, q.tile_mean, k.rows, k.scale, do_quantised.columns, do_quantised.scale,
+                statistics, multiple, do, v, k_source, k_mean, dk, dv, documents,
+            ),
+            (
+                *do.stride(), *v.stride(), *k_source.stride(), *dk.stride(), *dv.stride(), h, h // kv_heads, m, n,
+                m_pad, n_pad, window, softmax_scale, softmax_scale * tuning.LOG2E, key_tiles,
+            ),
             CAUSAL=causal, PER_ROW=config.granularity == "row", D=dim, DP=dp,
             BK=config.block_k, BM=config.block_q, BN=key.rows, DK=for_dk, DV=for_dv,
             num_warps=key.warps, num_stages=key.stages,

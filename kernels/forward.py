@@ -10,6 +10,7 @@ from torch import Tensor
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
 from sagebwd.kernels.common import LOG2_127, SLOT, document, fragment_order, key_range, to_int8, visible
+from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
 
 
@@ -209,10 +210,11 @@ def forward(
     tune = tuning.forward(o.device, dp, config)
     lse2 = torch.empty((b * h, m_pad), dtype=torch.float32, device=o.device)
     row_tiles = m_pad // tune.rows
-    _forward[(b * h * row_tiles,)](
-        q.rows, q.scale, q.tile_mean, k.rows, k.scale, v.columns, v.scale, k_source, k_mean, o, lse2, documents,
-        *k_source.stride(), *o.stride(),
-        h, h // kv_heads, m, n, m_pad, n_pad, window, softmax_scale * tuning.LOG2E, row_tiles,
+    factor = softmax_scale * tuning.LOG2E
+    launch(
+        _forward, b * h * row_tiles,
+        (q.rows, q.scale, q.tile_mean, k.rows, k.scale, v.columns, v.scale, k_source, k_mean, o, lse2, documents),
+        (*k_source.stride(), *o.stride(), h, h // kv_heads, m, n, m_pad, n_pad, window, factor, row_tiles),
         CAUSAL=causal, D=dim, DP=dp, BQ=config.block_q, BM=tune.rows, BN=config.block_k,
         PAIRS=tuning.pairs(dp, config.block_k, config.smooth_q),
         num_warps=tune.warps, num_stages=tune.stages,

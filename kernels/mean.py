@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.common import SLOT, document, padded_dim
+from sagebwd.kernels.launch import launch
 from sagebwd.kernels.packing import ROW_PADDING
 
 
@@ -72,9 +73,8 @@ def key_sums(x: Tensor, documents: Tensor | None = None) -> Tensor:
     slots = triton.cdiv(length, ROW_PADDING) if documents is None else documents.shape[0]
     dp = padded_dim(dim)
     sums = torch.empty((b * h, slots, dp), dtype=torch.float32, device=x.device)
-    _slot_sums[(b * h * slots,)](
-        x, sums, documents, *x.stride(), h, length, slots, D=dim, DP=dp, ROWS=32, num_warps=4
-    )  # fmt: skip
+    tensors, numbers = (x, sums, documents), (*x.stride(), h, length, slots)
+    launch(_slot_sums, b * h * slots, tensors, numbers, D=dim, DP=dp, ROWS=32, num_warps=4)
     return sums
 
 
@@ -82,5 +82,6 @@ def mean_of(sums: Tensor, length: int, documents: Tensor | None = None) -> Tenso
     """`key_mean` of `length` tokens from their `key_sums`."""
     bh, slots, dp = sums.shape
     means = torch.empty((bh, 1 if documents is None else slots, dp), dtype=torch.float32, device=sums.device)
-    _slot_means[(means.shape[0] * means.shape[1],)](sums, means, documents, length, slots, DP=dp, ROWS=32, num_warps=4)
+    programs = means.shape[0] * means.shape[1]
+    launch(_slot_means, programs, (sums, means, documents), (length, slots), DP=dp, ROWS=32, num_warps=4)
     return means

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.common import SLOT, TINY, document, fragment_order, padded_dim, padded_rows, to_int8
+from sagebwd.kernels.launch import launch
 from sagebwd.kernels.packing import ROW_PADDING
 
 
@@ -120,10 +121,10 @@ def quantise(
         tile_mean=new(tiles, dp, dtype=torch.float32) if tile_mean else None,
     )
     statistics = new(lp, 2, dtype=torch.float32) if lse2 is not None else None
-    _quantise[(b * h * tiles,)](
-        x, mean, other, lse2, out.rows, out.columns, out.scale, out.tile_mean, statistics, documents,
-        *x.stride(), *(other.stride() if other is not None else (0, 0, 0, 0)),
-        h, length, tiles,
+    launch(
+        _quantise, b * h * tiles,
+        (x, mean, other, lse2, out.rows, out.columns, out.scale, out.tile_mean, statistics, documents),
+        (*x.stride(), *(other.stride() if other is not None else (0, 0, 0, 0)), h, length, tiles),
         TILE_MEAN=tile_mean, ROWS=rows, COLUMNS=columns, D=dim, DP=dp, BLOCK=block, num_warps=4,
         enable_fp_fusion=False,  # a product fused with the addition that rounds it would break ties otherwise
     )  # fmt: skip
@@ -136,5 +137,5 @@ def transpose(x: Tensor) -> Tensor:
     bh, length, dp = x.shape
     out = torch.empty((bh, dp, length), dtype=x.dtype, device=x.device)
     tiles = length // 64
-    _transpose[(bh * tiles,)](x, out, tiles, length, DP=dp, BLOCK=64, num_warps=4)
+    launch(_transpose, bh * tiles, (x, out), (tiles, length), DP=dp, BLOCK=64, num_warps=4)
     return out

@@ -5,24 +5,22 @@ What is taken here is the common case; `backward_refusal` says what is left to t
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.backward_kv import hopper_backward_kv
 from sagebwd.kernels.hopper.backward_q import hopper_backward_q
+from sagebwd.kernels.hopper.descriptors import descriptor, tma_strides, unreadable
+from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
 
 BLOCK = 64  # rows of a warpgroup, tokens of a stage, and the one quantisation block that the kernels know
 DIMS = (64, 128)
-_GLUON = {torch.int8: gl.int8, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 class Launch(NamedTuple):
@@ -60,7 +58,7 @@ def backward_refusal(
     if config.project:
         return "they know no projection"
     for name, x in zip(("dO", "V"), tensors, strict=False):
-        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s == 0 or s * x.element_size() % 16 for s in _strides(x)[:-1]):
+        if unreadable(x):
             return f"TMA reads rows that begin at multiples of 16 bytes, and {name} has strides {x.stride()}"
     return None
 
@@ -93,12 +91,13 @@ def key_side(
         _rows(k.rows), _given(v), _rows(q.rows), _columns(q.columns), _given(do), _columns(do_quantised.columns),
         _vector(lse2), _vector(delta),
     )  # fmt: skip
-    for launch, for_dk, for_dv in KEY_LAUNCHES[dim]:
-        key_tiles = triton.cdiv(n, launch.groups * BLOCK)
-        hopper_backward_kv[(b * kv_heads * key_tiles,)](
-            *descriptors, q.scale, do_quantised.scale, k.scale, dk, dv, *dk.stride(), *dv.stride(), *numbers, *scales,
-            key_tiles,
-            CAUSAL=causal, D=dim, DK=for_dk, DV=for_dv, num_warps=4, **_pinned(launch),
+    tensors = (*descriptors, q.scale, do_quantised.scale, k.scale, dk, dv)
+    for pinned, for_dk, for_dv in KEY_LAUNCHES[dim]:
+        key_tiles = triton.cdiv(n, pinned.groups * BLOCK)
+        launch(
+            hopper_backward_kv, b * kv_heads * key_tiles, tensors,
+            (*dk.stride(), *dv.stride(), *numbers, *scales, key_tiles),
+            CAUSAL=causal, D=dim, DK=for_dk, DV=for_dv, num_warps=4, **_constants(pinned),
         )  # fmt: skip
 
 
@@ -109,49 +108,38 @@ def query_side(
     """Writes dq. Arguments as `backward` takes; k may hold more tokens than v, whose first are those of v."""
     b, h, m, dim = do.shape
     kv_heads, n = v.shape[1:3]
-    launch = QUERY_LAUNCHES[dim]
-    row_tiles = triton.cdiv(m, launch.groups * BLOCK)
-    hopper_backward_q[(b * h * row_tiles,)](
-        _rows(q.rows), _given(do), _rows(k.rows), _columns(k.columns), _given(v), q.scale, k.scale, lse2, delta,
-        dq, *dq.stride(), h, h // kv_heads, m, n, q.rows.shape[1], k.rows.shape[1],
-        softmax_scale, softmax_scale * tuning.LOG2E, row_tiles,
-        CAUSAL=causal, D=dim, num_warps=4, **_pinned(launch),
+    pinned = QUERY_LAUNCHES[dim]
+    row_tiles = triton.cdiv(m, pinned.groups * BLOCK)
+    launch(
+        hopper_backward_q, b * h * row_tiles,
+        (
+            _rows(q.rows), _given(do), _rows(k.rows), _columns(k.columns), _given(v), q.scale, k.scale, lse2, delta, dq,
+        ),
+        (
+            *dq.stride(), h, h // kv_heads, m, n, q.rows.shape[1], k.rows.shape[1], softmax_scale,
+            softmax_scale * tuning.LOG2E, row_tiles,
+        ),
+        CAUSAL=causal, D=dim, num_warps=4, **_constants(pinned),
     )  # fmt: skip
 
 
-def _pinned(launch: Launch) -> dict[str, int]:
-    return {"GROUPS": launch.groups, "STAGES": launch.stages, "REGISTERS": launch.registers}
+def _constants(pinned: Launch) -> dict[str, int]:
+    return {"GROUPS": pinned.groups, "STAGES": pinned.stages, "REGISTERS": pinned.registers}
 
 
 def _rows(x: Tensor) -> TensorDescriptor:
-    return _descriptor(x.flatten(0, 1), [BLOCK, x.shape[-1]])
+    bh, length, dp = x.shape
+    return descriptor(x, (bh * length, dp), (dp, 1), (BLOCK, dp))
 
 
 def _columns(x: Tensor) -> TensorDescriptor:
-    return _descriptor(x.flatten(0, 1), [x.shape[1], BLOCK])
+    bh, dp, length = x.shape
+    return descriptor(x, (bh * dp, length), (length, 1), (dp, BLOCK))
 
 
 def _given(x: Tensor) -> TensorDescriptor:
-    return _descriptor(x, [1, 1, BLOCK, x.shape[-1]])
+    return descriptor(x, tuple(x.shape), tma_strides(x), (1, 1, BLOCK, x.shape[-1]))
 
 
 def _vector(x: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(x.flatten(), [x.numel()], [1], [BLOCK], _layout((BLOCK,), torch.float32))
-
-
-def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), _strides(x), block, _layout(tuple(block), x.dtype))
-
-
-@cache  # Gluon takes longer to make one than to launch a kernel
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    if len(block) == 1:
-        return gl.NVMMASharedLayout(0, 32, rank=1)
-    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])
-
-
-def _strides(x: Tensor) -> list[int]:
-    """x's strides; where a dimension has one element its stride does not matter, and is made one that TMA takes."""
-    return [s if size > 1 else x.shape[-1] for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)] + [
-        x.stride(-1)
-    ]
+    return descriptor(x, (x.numel(),), (1,), (BLOCK,))

@@ -6,8 +6,6 @@ a scale a row and block of keys, as in the portable kernel; a tile of 128 keys i
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,8 +21,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
+from sagebwd.kernels.hopper.descriptors import descriptor
 from sagebwd.kernels.hopper.operands import exp2, left_operand, rescale
 from sagebwd.kernels.hopper.schedule import item, items, key_tiles
+from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
 
 ROWS = gl.constexpr(64)  # of a warpgroup
@@ -295,13 +295,7 @@ def _hopper_forward(
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` whole rows of [heads, L, D'] int8 (at most 128 bytes of a row), as matrix units read them."""
     *_, width = x.shape
-    box = min(width, 128)
-    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [rows, box], _layout(box))
-
-
-@cache  # Gluon takes longer to make one than to launch a kernel
-def _layout(box: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=box, element_bitwidth=8, rank=2)
+    return descriptor(x, (x.numel() // width, width), (width, 1), (rows, min(width, 128)))
 
 
 def forward(
@@ -321,10 +315,13 @@ def forward(
     lse2 = torch.empty((b * h, m_pad), dtype=torch.float32, device=o.device)
     row_tiles = m_pad // BM.value
     units = (-(-row_tiles // 2) if causal else row_tiles) * b * h
-    _hopper_forward[(min(tuning.processors(o.device), units),)](
-        _descriptor(q.rows, ROWS.value), _descriptor(k.rows, BN.value), _descriptor(v.columns, dp),
-        q.scale, k.scale, v.scale, o, lse2, *o.stride(),
-        h, h // kv_heads, m, n, m_pad, n_pad, softmax_scale * tuning.LOG2E, row_tiles, b * h,
+    launch(
+        _hopper_forward, min(tuning.processors(o.device), units),
+        (
+            _descriptor(q.rows, ROWS.value), _descriptor(k.rows, BN.value), _descriptor(v.columns, dp),
+            q.scale, k.scale, v.scale, o, lse2,
+        ),
+        (*o.stride(), h, h // kv_heads, m, n, m_pad, n_pad, softmax_scale * tuning.LOG2E, row_tiles, b * h),
         CAUSAL=causal, D=dim, DP=dp, BQ=config.block_q, BK=config.block_k,
         STAGES=tune.stages, SLOTS=tune.slots, REGISTERS=tune.registers, num_warps=4,
     )  # fmt: skip

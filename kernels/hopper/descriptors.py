@@ -1,0 +1,46 @@
+"""TMA descriptors of the tensors that Hopper's kernels load, and how their tiles lie in shared memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+_GLUON = {torch.int8: gl.int8, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def descriptor(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
+    """x, taken to have `shape` and `strides` [elements], in tiles of `block`: what differs between calls is the
+    address, and Gluon takes longer to check the rest than to launch a kernel."""
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(vars(_checked(x.dtype, shape, strides, block)), base=x)
+    return made
+
+
+def tma_strides(x: Tensor) -> tuple[int, ...]:
+    """x's strides; where a dimension has one element its stride does not matter, and is made one that TMA takes."""
+    *outer, inner = x.stride()
+    return *(s if size > 1 else x.shape[-1] for s, size in zip(outer, x.shape, strict=False)), inner
+
+
+def unreadable(x: Tensor) -> bool:
+    """Whether TMA cannot read x: its rows have to begin at multiples of 16 bytes, and their elements to be adjacent."""
+    *outer, inner = tma_strides(x)
+    return inner != 1 or x.data_ptr() % 16 != 0 or any(s == 0 or s * x.element_size() % 16 for s in outer)
+
+
+@lru_cache(1024)
+def _checked(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> TensorDescriptor:
+    address = torch.empty(0, dtype=dtype)
+    return TensorDescriptor(address, list(shape), list(strides), list(block), _layout(block, dtype))
+
+
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    if len(block) == 1:
+        return gl.NVMMASharedLayout(0, 32, rank=1)
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])
