@@ -17,6 +17,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q [B, H, M, D], k and v [B, K, N, D]. Reads no data, so that it serves tracing as well."""
+    if k.shape[:-1] == v.shape[:-1] and k.shape[-1] != v.shape[-1]:
+        raise ValueError(
+            f"k and v differ in head dim ({_shapes(q, k, v)}): pad the narrower with zeros (v, and cut the output; or "
+            "q and k, and pass the softmax_scale of their true dim)"
+        )
     if k.shape != v.shape:
         raise ValueError(f"k and v differ in shape ({_shapes(q, k, v)}): they must be alike")
     if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:

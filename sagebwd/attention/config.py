@@ -39,7 +39,7 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
-            if getattr(self, name) not in BLOCKS:
+            if type(getattr(self, name)) is not int or getattr(self, name) not in BLOCKS:
                 raise ValueError(f"QuantConfig.{name} is {getattr(self, name)!r}: choose one of {BLOCKS}")
         for name, kind in (("granularity", Granularity), ("delta", DeltaRule)):
             if getattr(self, name) not in get_args(kind):

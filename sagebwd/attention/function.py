@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Never
 
 import torch
 from torch import Tensor
@@ -13,6 +13,18 @@ from sagebwd.attention.config import QuantConfig
 from sagebwd.attention.op import settings
 
 Layout = Literal["bhnd", "nbhd"]
+
+# Arguments of torch's SDPA and of FlashAttention that are called otherwise here, or cannot be had.
+INSTEAD = {
+    "attn_mask": "masks are causal=True, with or without window, and causal=False; for padding and documents there is "
+    "sage_attention_packed",
+    "dropout_p": "attention dropout is not supported: leave it out, or use "
+    "torch.nn.functional.scaled_dot_product_attention",
+    "is_causal": "pass causal",
+    "scale": "pass softmax_scale",
+    "enable_gqa": "leave it out, key/value heads may always be fewer",
+    "window_size": "pass window, the keys to the left, with causal=True",
+}
 
 
 def sage_attention(
@@ -25,6 +37,7 @@ def sage_attention(
     config: QuantConfig = QuantConfig(),  # noqa: B008 (frozen)
     layout: Layout = "bhnd",
     window: int | None = None,
+    **others: Never,
 ) -> Tensor:
     """INT8 attention with an INT8 backward (SageBwd, arXiv 2603.02170). Differentiable in q, k and v, once.
 
@@ -39,8 +52,10 @@ def sage_attention(
         window_size[0]); causal only. None: all.
     Returns o with q's shape, dtype and memory order; the gradients of k and v have those of k and v. A query that sees
     no key gets zeros; so does every query where there are no keys.
-    Raises ValueError for what is not supported, naming the remedy.
+    others: refused, with what SDPA's arguments are called here.
+    Raises ValueError for what is not supported, TypeError for another argument, naming the remedy.
     """
+    _refuse(others)
     if layout != "bhnd" and layout != "nbhd":
         raise ValueError(f"layout is {layout!r}: choose 'bhnd' [batch, heads, tokens, dim] or 'nbhd'")
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -48,7 +63,7 @@ def sage_attention(
             f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: give each 4, in the order of "
             f"layout={layout!r} (packed documents go to sage_attention_packed)"
         )
-    scale = _check(q, causal, softmax_scale, window)
+    scale = _check(q, k, v, causal, softmax_scale, window, config)
     q, k, v = _autocast(q, k, v)
     if layout == "nbhd":
         q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
@@ -69,6 +84,7 @@ def sage_attention_packed(
     softmax_scale: float | None = None,
     config: QuantConfig = QuantConfig(),  # noqa: B008 (frozen)
     window: int | None = None,
+    **others: Never,
 ) -> Tensor:
     """`sage_attention` on documents that lie one after another (Megatron's "thd"): none sees another.
 
@@ -80,6 +96,7 @@ def sage_attention_packed(
     Everything that is by token or by tile (the mask, the window, the mean of the keys, quantisation blocks) is by
     document. Returns o [tokens, heads, dim]; the rest is as in `sage_attention`.
     """
+    _refuse(others)
     if not q.dim() == k.dim() == v.dim() == 3:
         raise ValueError(
             f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: give each 3, [tokens, heads, dim]"
@@ -87,7 +104,10 @@ def sage_attention_packed(
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(length, int) or length < 0:
             raise ValueError(f"{name} is {length!r}: give the tokens of the longest document, an int")
-    scale = _check(q, causal, softmax_scale, window)
+    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(ends, Tensor):
+            raise ValueError(f"{name} is {ends!r}: give an int32 tensor on q's device")
+    scale = _check(q, k, v, causal, softmax_scale, window, config)
     q, k, v = (x.transpose(0, 1)[None] for x in _autocast(q, k, v))
     o = torch.ops.sagebwd.attention_forward_packed.default(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, _settings(q, config)
@@ -95,8 +115,23 @@ def sage_attention_packed(
     return o[0].transpose(0, 1)
 
 
-def _check(q: Tensor, causal: bool, softmax_scale: float | None, window: int | None) -> float:
+def _refuse(others: dict[str, object]) -> None:
+    for name in others:
+        raise TypeError(f"sage_attention takes no {name}: {INSTEAD.get(name, 'leave it out')}")
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor,
+    causal: bool, softmax_scale: float | None, window: int | None, config: QuantConfig,
+) -> float:  # fmt: skip
     """What the operators cannot say as well; returns the scale. What they check themselves is in `checks`."""
+    if not q.layout == k.layout == v.layout == torch.strided:
+        raise ValueError(
+            f"q, k and v are laid out as {q.layout}, {k.layout} and {v.layout}: make them dense; documents of "
+            "different lengths go to sage_attention_packed"
+        )
+    if not isinstance(config, QuantConfig):
+        raise ValueError(f"config is {config!r}: give a QuantConfig")
     if torch._C._are_functorch_transforms_active():
         raise ValueError("sage_attention does not support torch.func (vmap, grad, jvp): use torch.autograd, or batches")
     if not isinstance(causal, bool):

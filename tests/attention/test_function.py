@@ -163,6 +163,14 @@ REFUSED = {
     "k and v": (
         lambda: sage_attention(*qkv()[:2], qkv(n=9)[2], causal=True), "k and v differ in shape .*: they must be alike"
     ),
+    "a dim of v's own": (
+        lambda: sage_attention(*qkv()[:2], qkv(dim=24)[2], causal=True),
+        "k and v differ in head dim .*: pad the narrower with zeros",
+    ),
+    "config": (lambda: sage_attention(*qkv(), causal=True, config="row"), "config is 'row': give a QuantConfig"),
+    "sparse": (
+        lambda: sage_attention(qkv()[0].to_sparse(), *qkv()[1:], causal=True), "torch.sparse_coo, .*: make them dense"
+    ),
     "q and k": (lambda: sage_attention(qkv(dim=8)[0], *qkv()[1:], causal=True), "q and k differ in batch or dim"),
     "heads": (
         lambda: sage_attention(*qkv(3, 2), causal=True),
@@ -253,6 +261,7 @@ def ends(*values, dtype=torch.int32, device="cpu"):
         ({"max_seqlen_q": -1}, "max_seqlen_q is -1: give the tokens of the longest document, an int"),
         ({"max_seqlen_k": torch.tensor(5)}, r"max_seqlen_k is tensor\(5\): give the tokens .*, an int"),
         ({"window": -2}, "window is -2"),
+        ({"cu_seqlens_q": [0, 8]}, r"cu_seqlens_q is \[0, 8\]: give an int32 tensor"),
     ],
 )
 def test_packed_refused(keywords, message):
@@ -261,10 +270,24 @@ def test_packed_refused(keywords, message):
         documents(**keywords)
 
 
-@pytest.mark.parametrize("name", ["dropout_p", "attn_mask", "is_causal"])
-def test_sdpa_s_other_arguments_do_not_exist(name):
-    with pytest.raises(TypeError, match=name):
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("dropout_p", "attention dropout is not supported: leave it out, or use torch.nn.functional.scaled"),
+        ("attn_mask", "masks are causal=True, .* sage_attention_packed"),
+        ("is_causal", "pass causal"),
+        ("scale", "pass softmax_scale"),
+        ("enable_gqa", "leave it out"),
+        ("window_size", "pass window"),
+        ("no_such_thing", "leave it out"),
+    ],
+)
+def test_other_arguments_are_refused_with_a_remedy(name, remedy):
+    message = f"sage_attention takes no {name}: {remedy}"
+    with pytest.raises(TypeError, match=message):
         sage_attention(*qkv(), causal=True, **{name: 0.1})
+    with pytest.raises(TypeError, match=message):
+        documents(**{name: 0.1})
 
 
 def test_the_interpreter_refuses_bfloat16(monkeypatch):
