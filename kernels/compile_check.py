@@ -23,6 +23,7 @@ import triton
 from sagebwd.attention import QuantConfig, triton_backend
 from sagebwd.kernels import hopper, tuning
 from sagebwd.kernels.compile_only import compile_only
+from sagebwd.kernels.every_kernel import launch_context
 from sagebwd.kernels.packing import Packed
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -38,6 +39,9 @@ SPILL_LIMIT = {
     "dim over 128": 1600,
     "dim over 128, blocks of 128": 4800,
 }
+# Of the kernels for Hopper. With context parallelism the one for dV at D = 128 keeps two numbers there, which it stores
+# before its loop and loads once after it.
+HOPPER_SPILL_LIMIT, HOPPER_CONTEXT_SPILL_LIMIT = 0, 8
 
 
 class Job(NamedTuple):
@@ -47,10 +51,12 @@ class Job(NamedTuple):
     mask: str  # full, causal or window
     config: QuantConfig
     packed: bool = False
+    context: bool = False  # one of two context-parallel ranks
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"sm_{self.arch} D={self.dim} {dtype} {self.mask}{' packed' * self.packed} ({self.config.summary()})"
+        form = " packed" * self.packed + " context" * self.context
+        return f"sm_{self.arch} D={self.dim} {dtype} {self.mask}{form} ({self.config.summary()})"
 
 
 class Outcome(NamedTuple):
@@ -80,12 +86,14 @@ def subset(arch: int) -> list[Job]:
         Job(arch, 128, bf16, "window", QuantConfig(block_q=32, block_k=128)),
         Job(arch, 256, bf16, "causal", QuantConfig()),
         Job(arch, 64, bf16, "causal", QuantConfig(project=True)),
+        Job(arch, 128, bf16, "causal", QuantConfig(delta="matched"), context=True),
     ]
     turn = ARCHITECTURES.index(arch) + int(triton.__version__.split(".")[1])
     hopper = [
         Job(90, dim, bf16, mask, QuantConfig(block_k=k))
         for dim, mask, k in ((128, "full", 64), (64, "causal", 64), (128, "causal", 128), (64, "full", 128))
     ]
+    hopper += [Job(90, dim, bf16, "causal", QuantConfig(), context=True) for dim in (64, 128)]
     return [Job(arch, 128, bf16, "causal", QuantConfig()), *others[turn % 3 :: 3], *(hopper if arch == 90 else ())]
 
 
@@ -100,6 +108,8 @@ def full(arch: int) -> Iterator[Job]:
         yield Job(arch, dim, torch.bfloat16, mask, QuantConfig(granularity=granularity, project=True))
     for dim, q, k, smooth_q in itertools.product((64, 128, 256), (32, 64, 128), (32, 64, 128), (False, True)):
         yield Job(arch, dim, torch.bfloat16, "causal", QuantConfig(block_q=q, block_k=k, smooth_q=smooth_q))
+    for dim, dtype, granularity, delta in itertools.product(*options[:2], ("row", "tile"), ("stale", "matched")):
+        yield Job(arch, dim, dtype, "causal", QuantConfig(granularity=granularity, delta=delta), context=True)
 
 
 def check(job: Job) -> Outcome:
@@ -108,19 +118,11 @@ def check(job: Job) -> Outcome:
     if tuning.refusal(job.arch, job.dim, job.config):
         return Outcome(job, [], [], 0.0)
     torch.set_num_threads(1)
-    q, do = (torch.zeros(1, 2, 256, job.dim, dtype=job.dtype) for _ in range(2))
-    k, v = (torch.zeros(1, 1, 256, job.dim, dtype=job.dtype) for _ in range(2))
-    args: dict = {"causal": job.mask != "full", "softmax_scale": 0.125, "config": job.config}
-    args["window"] = 100 if job.mask == "window" else None
-    if job.packed:
-        documents = torch.tensor([0, 128, 256], dtype=torch.int32)
-        args["packed"] = Packed(documents, documents, 128, 128)
     try:
         with compile_only(job.arch) as compiled:
             for choice in ("0", "1") if job.arch == 90 else ("0",):  # all that can be launched there
                 with hopper.switched(choice):
-                    _, saved = triton_backend.forward(q, k, v, **args)
-                    triton_backend.backward(do, saved, **args)
+                    _launch(job)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         return Outcome(job, [], [f"does not compile: {reason}"], time.monotonic() - start)
@@ -132,11 +134,30 @@ def check(job: Job) -> Outcome:
             problems.append(f"{c.name} needs {c.tensor} columns of tensor memory of {TENSOR_MEMORY}")
         if c.added_waits > 0 and "hopper" in c.name:
             problems.append(f"{c.name}: ptxas added {c.added_waits} waits, so that no product overlaps anything")
-        allowed = 0 if "hopper" in c.name else spill
+        allowed = spill
+        if "hopper" in c.name:
+            allowed = HOPPER_CONTEXT_SPILL_LIMIT if job.context else HOPPER_SPILL_LIMIT
         if c.spilled > allowed:
             problems.append(f"{c.name} spills {c.spilled:,} bytes a thread, and {kind(job)!r} may spill {allowed:,}")
     kernels = [(c.name.lstrip("_"), c.warps, c.stages, c.registers, c.spilled, c.shared) for c in compiled]
     return Outcome(job, kernels, problems, time.monotonic() - start)
+
+
+def _launch(job: Job) -> None:
+    """All kernels of a forward and a backward."""
+    tokens = 512 if job.context else 256
+    q, do = (torch.zeros(1, 2, tokens, job.dim, dtype=job.dtype) for _ in range(2))
+    k, v = (torch.zeros(1, 1, tokens, job.dim, dtype=job.dtype) for _ in range(2))
+    if job.context:
+        launch_context(q, k, v, do, job.config)
+        return
+    args: dict = {"causal": job.mask != "full", "softmax_scale": 0.125, "config": job.config}
+    args["window"] = 100 if job.mask == "window" else None
+    if job.packed:
+        documents = torch.tensor([0, 128, 256], dtype=torch.int32)
+        args["packed"] = Packed(documents, documents, 128, 128)
+    _, saved = triton_backend.forward(q, k, v, **args)
+    triton_backend.backward(do, saved, **args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

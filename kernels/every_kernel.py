@@ -74,11 +74,16 @@ def run(case: Case) -> None:
 
 
 def run_context(dim: int, config: QuantConfig) -> None:
-    """What the second of two context-parallel ranks launches, with nobody to gather from."""
-    zigzag, tokens = Zigzag(1, 2), 512
-    shapes = [(1, heads, tokens, dim) for heads in (4, 2, 2, 4)]
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-    options = (zigzag, dim**-0.5, config)
+    shapes = [(1, heads, 512, dim) for heads in (4, 2, 2, 4)]
+    launch_context(*(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes), config)
+    torch.cuda.synchronize()
+
+
+def launch_context(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, config: QuantConfig) -> None:
+    """What the second of two context-parallel ranks launches, with nobody to gather from. q, k, v, do [B, H, N, D]: the
+    tokens of both."""
+    zigzag, tokens = Zigzag(1, 2), q.shape[2]
+    options = (zigzag, q.shape[3] ** -0.5, config)
     queries, keys, values = context_triton.round_operands(q, k, v, context_triton.key_sums(k), tokens, config)
     q_mine, k_mine, v_mine, do_mine = (zigzag.cut(x, 2) for x in (q, k, v, do))
     queries_mine, keys_mine = (tuple(zigzag.cut(x, 1) for x in pair) for pair in (queries, keys))
@@ -87,7 +92,6 @@ def run_context(dim: int, config: QuantConfig) -> None:
     context_triton.query_gradient(do_mine, o, queries_mine, keys, v, found, *options)
     everything = tuple(torch.cat([x, x], 1) for x in found)
     context_triton.key_gradients(do, v_mine, queries, keys_mine, everything, *options)
-    torch.cuda.synchronize()
 
 
 def main() -> None:

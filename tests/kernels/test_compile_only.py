@@ -9,7 +9,7 @@ import pytest
 
 from sagebwd.attention import QuantConfig
 from sagebwd.kernels import compile_check
-from sagebwd.kernels.compile_check import ARCHITECTURES, full, subset
+from sagebwd.kernels.compile_check import ARCHITECTURES, Job, full, subset
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,4 +56,5 @@ def test_the_subset_covers_every_value_of_every_option(monkeypatch):
         assert {job[field] for job in jobs} == {job[field] for job in every}
     for name in (field.name for field in fields(QuantConfig)):
         assert {getattr(job[3], name) for job in jobs} == {getattr(job[3], name) for job in every}
-    assert {job[4] for job in jobs} == {True, False}
+    for form in ("packed", "context"):
+        assert {getattr(Job(90, *job), form) for job in jobs} == {True, False}
