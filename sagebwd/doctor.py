@@ -115,7 +115,7 @@ def answer(device: torch.device, dtype: torch.dtype, dim: int, mask: str) -> Ans
     if backend == "triton":
         from sagebwd.attention import triton_backend  # brings Triton along
 
-        return Answer(backend, triton_backend.forward_kernel(x, QuantConfig(), window=window, packed=None))
+        return Answer(backend, triton_backend.kernels(x, QuantConfig(), window=window, packed=None))
     return Answer(backend, INTERPRETED if backend == "triton-interpreter" else f"not the kernels: {_why_no_gpu()}")
 
 

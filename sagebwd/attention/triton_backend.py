@@ -11,6 +11,7 @@ from sagebwd.kernels import backward as backward_kernels
 from sagebwd.kernels import forward as forward_kernels
 from sagebwd.kernels import hopper, tuning
 from sagebwd.kernels.hopper import forward as hopper_forward
+from sagebwd.kernels.hopper.backward import backward_refusal
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, Tables, tables
 from sagebwd.kernels.quantise import Quantised, quantise, transpose
@@ -36,15 +37,27 @@ def takes_hopper(
     return hopper.slower(tuning.HOPPER_FORWARD, queries, keys, causal) is None
 
 
+def kernels(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
+    """For people: which kernels such a call takes on a GPU, forward and backward, and why not the faster ones."""
+    capability, mask = tuning.capability(x.device), {"window": window is not None, "packed": packed is not None}
+    why_not = backward_refusal(capability, x.shape[-1], config, **mask)
+    forward = forward_kernel(x, config, window=window, packed=packed)
+    return f"{forward}; {_in_words('backward', why_not, tuning.HOPPER_BACKWARD)}"
+
+
 def forward_kernel(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
     """For people: which forward kernel such a call takes, and why it is not the faster one."""
-    long = 1 << 30  # tokens
     why_not = refused_by_hopper(x, config, window=window, packed=packed)
-    why_not = why_not or hopper.slower(tuning.HOPPER_FORWARD, 0, long, False)
+    return _in_words("forward", why_not, tuning.HOPPER_FORWARD)
+
+
+def _in_words(part: str, why_not: str | None, least: float) -> str:
+    """why_not, least: why Hopper's kernels refuse a call, and how many keys a query must have for them (`tuning`)."""
+    why_not = why_not or hopper.slower(least, 0, 1 << 30, False)
     if why_not:
-        return f"portable forward (not Hopper's kernels: {why_not})"
-    short = hopper.slower(tuning.HOPPER_FORWARD, 0, 0, False)
-    return "Hopper's forward" + (f" (portable for short sequences: {short})" if short else "")
+        return f"portable {part} (not Hopper's kernels: {why_not})"
+    short = hopper.slower(least, 0, 0, False)
+    return f"Hopper's {part}" + (f" (portable for short sequences: {short})" if short else "")
 
 
 def forward(

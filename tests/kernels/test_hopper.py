@@ -72,15 +72,20 @@ for capability in (90, 80):
     for window in (None, 100):
         options = {"config": QuantConfig(), "window": window}
         with compile_only(capability) as compiled:
-            which = triton_backend.forward_kernel(x, packed=None, **options)
-            triton_backend.forward(x, x, x, causal=True, softmax_scale=0.1, **options)
-        names = [c.name for c in compiled if "forward" in c.name]
-        print(names, [c.spilled for c in compiled if c.name == "_hopper_forward"], which)
+            which = triton_backend.kernels(x, packed=None, **options)
+            _, saved = triton_backend.forward(x, x, x, causal=True, softmax_scale=0.1, **options)
+            triton_backend.backward(x, saved, causal=True, softmax_scale=0.1, **options)
+        names = dict.fromkeys(c.name for c in compiled if "forward" in c.name or "backward" in c.name)
+        print(*names, [c.spilled for c in compiled if c.name == "_hopper_forward"], which)
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert answer.returncode == 0, answer.stderr
     on_hopper, in_a_window, *elsewhere = answer.stdout.splitlines()
-    assert on_hopper == "['_hopper_forward'] [0] Hopper's forward"
-    assert in_a_window == "['_forward'] [] portable forward (not Hopper's kernels: they take no window)"
-    assert all(line.startswith("['_forward'] [] portable forward") for line in elsewhere)
+    assert on_hopper == ("_hopper_forward hopper_backward_kv hopper_backward_q [0] Hopper's forward; Hopper's backward")
+    portable = "_forward _backward_kv _backward_q [] portable forward (not Hopper's kernels: "
+    assert in_a_window == (
+        f"{portable}they take no window); portable backward (not Hopper's kernels: they know no window)"
+    )
+    assert len(elsewhere) == 2
+    assert all(line.startswith(portable) and "; portable backward (" in line for line in elsewhere)
