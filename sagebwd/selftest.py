@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.attention import QuantConfig, reference, sage_attention
+from sagebwd.kernels.hopper import switched
 
 LIMIT = 5e-3  # Rel-L2 of kernels to reference: they differ by the order of sums, and quantisation itself errs by 2e-2
 NAMES = ("o", "dq", "dk", "dv")
@@ -26,11 +27,13 @@ class Case(NamedTuple):
     causal: bool
     group: int  # query heads a key/value head
     config: QuantConfig
+    hopper: bool = False  # Hopper's kernels wherever they can, at any length; else the portable ones
 
     def __str__(self) -> str:
         parts = [str(self.dtype).removeprefix("torch."), f"head dim {self.dim}", "causal" if self.causal else "full"]
         parts += [f"GQA {self.group}"] * (self.group > 1) + [f"P and dS per {self.config.granularity}"]
-        return ", ".join([*parts, f"delta {self.config.delta}"])
+        parts += [f"delta {self.config.delta}"] + ["Hopper's kernels"] * self.hopper
+        return ", ".join(parts)
 
 
 ROW, TILE = QuantConfig(), QuantConfig(granularity="tile", delta="matched")
@@ -39,7 +42,15 @@ ON_GPU = [
     Case(torch.bfloat16, 64, False, 4, ROW),
     Case(torch.float16, 72, True, 2, TILE),
 ]
+ON_HOPPER = [case._replace(hopper=True) for case in ON_GPU[:2]]
 INTERPRETED = [Case(torch.float16, 64, True, 2, ROW), Case(torch.float32, 40, False, 1, TILE)]
+
+
+def cases() -> list[Case]:
+    """All kernels that this machine may run."""
+    if not torch.cuda.is_available():
+        return INTERPRETED
+    return ON_GPU + (ON_HOPPER if torch.cuda.get_device_capability() == (9, 0) else [])
 
 
 def errors(case: Case, device: str, tokens: int) -> dict[str, float]:
@@ -54,8 +65,9 @@ def errors(case: Case, device: str, tokens: int) -> dict[str, float]:
     o, saved = reference.forward(q, k, v, **args)
     expected = (o, *(grad.to(case.dtype) for grad in reference.backward(do, v, o, saved, n=tokens, **args)))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    o = sage_attention(q, k, v, **args)
-    actual = (o.detach(), *torch.autograd.grad(o, (q, k, v), do))
+    with switched("1" if case.hopper else "0"):
+        o = sage_attention(q, k, v, **args)
+        actual = (o.detach(), *torch.autograd.grad(o, (q, k, v), do))
     pairs = zip(NAMES, actual, expected, strict=True)
     return {name: ((a.double() - e.double()).norm() / e.double().norm()).item() for name, a, e in pairs}
 
@@ -63,7 +75,7 @@ def errors(case: Case, device: str, tokens: int) -> dict[str, float]:
 def main() -> int:
     gpu = torch.cuda.is_available()
     passed = True
-    for case in ON_GPU if gpu else INTERPRETED:
+    for case in cases():
         found = errors(case, "cuda" if gpu else "cpu", 1000 if gpu else 100)
         good = all(error <= LIMIT for error in found.values())
         passed &= good

@@ -9,6 +9,7 @@ import torch
 
 from sagebwd import doctor, selftest
 from sagebwd.attention import checks
+from sagebwd.kernels.hopper import SWITCH
 from tests.conftest import HAS_GPU
 
 
@@ -25,7 +26,7 @@ def test_all_is_well():
     for section in ("Versions", "GPUs", "SageBwd runs on", "Full precision", "Training", "Self-test"):
         assert f"\n{section}" in answer.stdout
     assert f"torch {torch.__version__}" in answer.stdout
-    assert answer.stdout.count("  ok ") == len(selftest.ON_GPU if HAS_GPU else selftest.INTERPRETED)
+    assert answer.stdout.count("  ok ") == len(selftest.cases())
     assert answer.stdout.endswith("All is well.\n")
     if not HAS_GPU:
         assert "any mask: reference\n    not the kernels: no NVIDIA driver here" in answer.stdout
@@ -44,6 +45,25 @@ def test_a_crash_of_the_self_test_is_told(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_training", lambda: iter(()))
     assert doctor.run() == 1
     assert "FAILED: the self-test ended with exit code 1: no message" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("capability", "hopper"), [((9, 0), True), ((8, 0), False)])
+def test_the_self_test_runs_every_kernel_of_the_gpu(capability, hopper, monkeypatch):
+    """Its sequences are short: without being asked for, Hopper's kernels would not run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    cases = selftest.cases()
+    assert {case.hopper for case in cases} == {False, hopper}
+    asked = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
+        asked.append(os.environ[SWITCH])
+        return q + k + v
+
+    monkeypatch.setattr(selftest, "sage_attention", attend)
+    for case in cases:
+        selftest.errors(case, "cpu", 8)
+    assert asked == ["1" if case.hopper else "0" for case in cases]
 
 
 @pytest.mark.parametrize("mask", doctor.MASKS)
