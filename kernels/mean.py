@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.kernels.common import SLOT, document, padded_dim
+from sagebwd.kernels.common import SLOT, document, padded_dim, padded_rows
 from sagebwd.kernels.launch import launch
 from sagebwd.kernels.packing import ROW_PADDING
 
@@ -70,7 +70,7 @@ def key_mean(x: Tensor, documents: Tensor | None) -> Tensor:
 def key_sums(x: Tensor, documents: Tensor | None = None) -> Tensor:
     """Sums of x [B, H, L, D] over slots of ROW_PADDING tokens: [B H, slots, D'] fp32."""
     b, h, length, dim = x.shape
-    slots = triton.cdiv(length, ROW_PADDING) if documents is None else documents.shape[0]
+    slots = padded_rows(length) // ROW_PADDING if documents is None else documents.shape[0]
     dp = padded_dim(dim)
     sums = torch.empty((b * h, slots, dp), dtype=torch.float32, device=x.device)
     tensors, numbers = (x, sums, documents), (*x.stride(), h, length, slots)

@@ -137,6 +137,7 @@ def _least(capability: int, dp: int, block_q: int, block_k: int, smooth_q: bool)
     return max(shared_bytes(kernel, capability, dp, block_q, block_k, smooth_q, stages=1) for kernel in kernels)
 
 
+@cache  # of every launch's host time a tenth otherwise
 def _fitting(kernel: str, capability: int, dp: int, config: QuantConfig, wanted: Launch) -> Launch:
     """`wanted`, with as many of its stages as the GPU's shared memory has room for."""
     limit = SHARED_LIMIT.get(capability, SMALL)
