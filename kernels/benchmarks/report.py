@@ -60,9 +60,9 @@ class Table:
         ours, theirs = self.get(path, shape), self.get(peer, shape)
         return ms(theirs) / ms(ours) if ours and theirs else None
 
-    def break_even(self, peer: str, kind: list[Shape]) -> str:
-        """The smallest measured length from which on SageBwd is at least as fast in forward + backward."""
-        speedups = {shape.length: self.speedup(peer, shape, both) for shape in kind}
+    def break_even(self, peer: str, kind: list[Shape], path: str = SAGE) -> str:
+        """The smallest measured length from which on a path of SageBwd is at least as fast in forward + backward."""
+        speedups = {shape.length: self.speedup(peer, shape, both, path) for shape in kind}
         known = {length: s for length, s in sorted(speedups.items()) if s is not None}
         if not known:
             return "n/a"
@@ -121,15 +121,12 @@ def markdown(table: Table, gates: list[Result], facts: dict[str, str], missing: 
     lines += [f"![Speed-up of SageBwd by sequence length]({PICTURE})", ""]
     lines += [f"- {peer}: {reason}." for peer, reason in missing.items()]
     lines += ["", "## Break-even", "", BREAK_EVEN, ""]
-    lines += _table(
-        ("", *table.peers()),
-        [(kind, *(table.break_even(p, shapes) for p in table.peers())) for kind, shapes in table.kinds().items()],
-    )
-    lines += ["", "## Times", ""]
+    lines += [*_break_even(table), "", "## Times", ""]
     for kind, shapes in table.kinds().items():
         lines += [f"### {kind}", "", *_times(table, shapes), ""]
     if any(m.attention == PORTABLE for m in table.measurements):
         lines += ["## The portable kernels alone", "", PORTABLE_ALONE, ""]
+        lines += [BREAK_EVEN, "", *_break_even(table, PORTABLE), ""]
         for kind, shapes in table.kinds().items():
             lines += [f"### {kind}, portable", "", *_times(table, shapes, PORTABLE), ""]
     lines += ["## Memory", "", *_memory(table), "", "## Correctness, checked first", ""]
@@ -149,6 +146,14 @@ def headline(table: Table) -> str:
             parts.append(f"{min(speedups):.2f}-{max(speedups):.2f} times {peer}'s")
     length = max(shape.length for shape in table.shapes())
     return f"Speed in forward + backward at N = {length:,}: {', '.join(parts)}"
+
+
+def _break_even(table: Table, path: str = SAGE) -> list[str]:
+    rows = [
+        (kind, *(table.break_even(peer, shapes, path) for peer in table.peers()))
+        for kind, shapes in table.kinds().items()
+    ]
+    return _table(("", *table.peers()), rows)
 
 
 def _times(table: Table, shapes: list[Shape], path: str = SAGE) -> list[str]:
@@ -173,7 +178,7 @@ def _three(m: Measurement) -> str:
 
 def _memory(table: Table) -> list[str]:
     """One row a kind of shape, at its longest length: peak in MiB, saved in bytes a token."""
-    names = [SAGE, *table.peers()]
+    names = list(dict.fromkeys(m.attention for m in table.measurements))
     rows = []
     for kind, shapes in table.kinds().items():
         shape = shapes[-1]

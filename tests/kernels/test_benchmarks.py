@@ -44,6 +44,9 @@ def test_break_even_is_the_length_from_which_on_it_is_at_least_as_fast(ours, exp
     (kind,) = made_up.kinds().values()
     assert made_up.break_even(FLASH, kind) == expected
     assert made_up.break_even(CUDNN, kind) == "n/a"
+    assert made_up.break_even(FLASH, kind, PORTABLE) == "n/a"
+    of_path = report.Table([*made_up.measurements, *(m._replace(attention=PORTABLE) for m in made_up.measurements[:3])])
+    assert of_path.break_even(FLASH, kind, PORTABLE) == expected
 
 
 def test_the_files_hold_every_shape_and_say_what_is_missing(tmp_path):
@@ -60,6 +63,8 @@ def test_the_files_hold_every_shape_and_say_what_is_missing(tmp_path):
     text = report.markdown(full, gates, {"GPU": "Test GPU", "commit": "abc"}, {"flash-attn-4": "not installed"})
     assert "- flash-attn-4: not installed." in text
     assert text.count("### D=") == 2 * 8  # the portable kernels have tables of their own, and are no peer
+    assert text.count(report.BREAK_EVEN) == 2
+    assert all(f"peak {name}, MiB" in text for name in names)
     assert full.peers() == [FLASH, CUDNN]
     assert "n/a" in text
     assert "| commit | abc |" in text
