@@ -313,3 +313,43 @@ def test_no_more_is_saved_than_sdpa_saves(monkeypatch, dim, group):
     scales = (queries + keys) * 4 / 64
     assert sage == queries * (dim + 2 * dim + 4) + keys * (dim + 2 * dim) + scales
     assert sage < 0.76 * sdpa
+
+
+DIMS = {32: 196, 64: 388, 72: 548, 80: 580, 96: 644, 112: 708, 128: 772, 192: 1284, 256: 1540}  # docs/numerics.md
+
+
+def kept_of_shapes(call, *, n=1024, heads=8, kv_heads=2, dim=64):
+    """Bytes a token of tensors of a GPU that is not there; a number of rows of its own tells each from the others."""
+    q, k, v = (torch.empty(n, h, dim, dtype=torch.bfloat16, device="meta") for h in (heads, kv_heads, kv_heads))
+    return saved_bytes(lambda: call(*(x.requires_grad_() for x in (q, k, v)))) / n
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_what_is_saved_at_every_head_dim(dim):
+    """SDPA saves 4 D + 4 bytes a query head and 4 D a key/value head."""
+
+    def call(q, k, v):
+        return sage_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), causal=True)
+
+    padded = (DIMS[dim] - 4 * dim - 4) // 2
+    assert padded >= dim
+    sage = kept_of_shapes(call, dim=dim)
+    assert sage == 8 * (padded + 2 * dim + 4) + 2 * (padded + 2 * dim) + 10 * 4 / 64
+    assert sage < 8 * (4 * dim + 4) + 2 * 4 * dim
+
+
+@pytest.mark.parametrize(
+    ("dim", "tokens"), [(32, 140), (64, 140), (128, 140), (112, 180), (96, 270), (192, 270), (80, 530), (72, 1100)]
+)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_what_is_saved_of_packed_documents(kv_heads, dim, tokens):
+    """Less than SDPA saves from so many tokens a document on, and more with half as many."""
+
+    def kept(tokens):
+        cu = torch.arange(0, 20 * tokens + 1, tokens, dtype=torch.int32).to("meta")
+        where = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": tokens, "max_seqlen_k": tokens}
+        call = functools.partial(sage_attention_packed, **where, causal=True)
+        return kept_of_shapes(call, n=20 * tokens, heads=4, kv_heads=kv_heads, dim=dim)
+
+    sdpa = 4 * (4 * dim + 4) + kv_heads * 4 * dim
+    assert kept(tokens // 2) > sdpa > kept(tokens)
