@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -97,11 +98,11 @@ def _train(
             for at, gpus in enumerate(places):
                 launches.append((ranks, dict(wanted[at :: len(places)]), gpus))
         stopped = Event()
+        # torchrun gets it too, and ends; `timeout` sends it twice. What was trained is still reported.
+        before = signal.signal(signal.SIGINT, lambda *_: stopped.set())
         with ThreadPoolExecutor(len(launches) if gpu else 1) as pool:
-            try:
-                list(pool.map(lambda each: _launch_all(prepared, runs, bar, failures, stopped, *each), launches))
-            except KeyboardInterrupt:  # which torchrun gets too: what was trained is still reported
-                stopped.set()
+            list(pool.map(lambda each: _launch_all(prepared, runs, bar, failures, stopped, *each), launches))
+        signal.signal(signal.SIGINT, before)
     return failures | {folder.parts: "interrupted before its end" for _, left, _ in launches for folder in left}
 
 

@@ -89,9 +89,9 @@ def test_on_gpus_every_run_is_launched_once(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_what_was_trained_before_an_interrupt_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def launch(*arguments: object, **options: object) -> CompletedProcess:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
         return CompletedProcess([], 1, "", "Error")
 
     monkeypatch.setattr(parity, "launch", launch)
