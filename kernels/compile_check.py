@@ -193,11 +193,11 @@ def _print_worst(outcomes: list[Outcome]) -> None:
         for name, _, _, *needs in outcome.kernels:
             key = (outcome.job.arch, kind(outcome.job), name)
             worst[key] = [max(pair) for pair in zip(worst.get(key, (0, 0, 0)), needs, strict=True)]
-    print("arch    configuration                kernel         registers  spilled, B   shared, B    of")
+    print("arch    configuration                kernel             registers  spilled, B   shared, B    of")
     for (arch, of_kind, name), (registers, spilled, shared) in sorted(worst.items()):
         if spilled or shared > 16 << 10:  # the rest is of no interest
             limit = tuning.SHARED_LIMIT.get(arch, tuning.SMALL)
-            print(f"sm_{arch:<4} {of_kind:<28} {name:<14} {registers:>9} {spilled:>11,} {shared:>11,} {limit:>9,}")
+            print(f"sm_{arch:<4} {of_kind:<28} {name:<18} {registers:>9} {spilled:>11,} {shared:>11,} {limit:>9,}")
 
 
 if __name__ == "__main__":
