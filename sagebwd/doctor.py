@@ -95,7 +95,8 @@ def _dispatch(device: torch.device) -> Iterator[str]:
             calls.setdefault(_dims_and_masks(by_dim), []).append(dtype)
         for which, dtypes in calls.items():
             yield f"{device}, {', '.join(dtypes)}, {which}: {found.backend or 'refused'}"
-        yield f"  {found.reason}"
+        for part in found.reason.split("; "):
+            yield f"  {part}"
 
 
 def answer(device: torch.device, dtype: torch.dtype, dim: int, mask: str) -> Answer:

@@ -9,6 +9,7 @@ import torch
 
 from sagebwd import doctor, selftest
 from sagebwd.attention import checks
+from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper import SWITCH
 from tests.conftest import HAS_GPU
 
@@ -77,6 +78,23 @@ def test_answers_are_the_operator_s_own(mask, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert doctor.answer(cpu, torch.float16, 64, mask).backend == "triton-interpreter"
     assert "bfloat16" in doctor.answer(cpu, torch.bfloat16, 64, mask).reason
+
+
+def test_a_hopper_gpu_s_calls_are_told_in_a_few_lines(monkeypatch):
+    """Forward and backward each with its kernels; dims that are treated alike together."""
+    from sagebwd.attention import triton_backend
+
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setattr(tuning, "capability", lambda device: 90)
+    for module in (doctor, triton_backend):
+        monkeypatch.setattr(module, "backend_for", lambda x: "triton")
+    lines = list(doctor._dispatch(torch.device("cpu")))
+    calls = [line for line in lines if line.startswith("cpu")]
+    assert len(calls) == 5
+    assert any("head dim 72, 80, 96, 112, full and causal: triton" in line for line in calls)
+    at = next(i for i, line in enumerate(lines) if "head dim 64, 128, full and causal" in line)
+    assert [line.split(" (")[0] for line in lines[at + 1 : at + 3]] == ["  Hopper's forward", "  Hopper's backward"]
+    assert all("portable for short sequences" in line for line in lines[at + 1 : at + 3])
 
 
 def test_calls_alike_share_a_line():

@@ -49,7 +49,7 @@ def backward_refusal(
     if capability != 90:
         return f"they are for compute capability 9.0, and this is {capability / 10:.1f}"
     if dim not in DIMS:
-        return f"they know head dims {' and '.join(map(str, DIMS))}, not {dim}"
+        return f"they know head dims {' and '.join(map(str, DIMS))}"
     if packed or window:
         return "they know no packed documents" if packed else "they know no window"
     for name, known in (("block_q", BLOCK), ("block_k", BLOCK), ("granularity", "row"), ("smooth_q", False)):
