@@ -1,9 +1,8 @@
 # What every rank runs under, each variable with its reason. torchrun.sh sources it on each node, with the number of
 # the node's processes in `nproc`. What is set already stays as it is.
 #
-# Here stands what must be there before Python is. The rest the ranks set themselves, however they are started, each with
-# its reason there: NCCL's and CUDA's in sagebwd/training/world.py, the deterministic switches (cuBLAS's and NCCL's) of
-# train.deterministic in sagebwd/training/determinism.py.
+# Here stands what must be there before Python is. The rest the ranks set themselves, however they are started: NCCL's
+# variables, CUDA's and the deterministic switches are in sagebwd/training/environment.py.
 
 # Threads of one rank. torch would take all cores for each rank, and they would only wait for one another.
 cores="$(nproc)"

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 import torch
 
-ENVIRONMENT = {
-    # cuBLAS with several streams picks workspaces, and so sums, by chance; it reads this when it is first used
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # NCCL would choose the algorithm of an all-reduce, and so its order of summation, by what it measures
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-}
+from sagebwd.training import environment
 
 
 @contextlib.contextmanager
@@ -23,8 +16,7 @@ def active(deterministic: bool) -> Iterator[None]:
     if not deterministic:
         yield
         return
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    environment.provide(environment.DETERMINISTIC)
     filled = torch.utils.deterministic.fill_uninitialized_memory
     before = torch.are_deterministic_algorithms_enabled()
     try:

@@ -17,18 +17,7 @@ from torch import distributed
 
 from sagebwd.errors import UserError
 from sagebwd.megatron import cpu_compat
-
-# Of every rank, whoever starts it: torchrun.sh, `sagebwd recipe`, DeepSpeed's launcher. What is set already stays.
-ENVIRONMENT = {
-    # No reduction inside the NVLink switch: it sums in another order than rings and trees do, so that losses would
-    # depend on the machine, and it needs a multicast service that containers and virtual machines often lack (NCCL then
-    # fails at start).
-    "NCCL_NVLS_ENABLE": "0",
-    # A collective that fails or outlasts its time-out ends its process, and so the run, instead of waiting for ever.
-    # The time-out, NCCL's as gloo's, is the recipe's: a minute more than health.hang_minutes, so that the run's own
-    # watchdog is first, which knows the rank that the others wait for.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
-}
+from sagebwd.training import environment
 
 
 @dataclass(frozen=True)
@@ -99,8 +88,7 @@ def join(
     anything else). timeout_minutes: after which a collective that does not end fails.
     """
     if tensor > 1 or context > 1:
-        # one hardware queue: a collective issued before a product that hides it then also starts before it
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        environment.provide(environment.SHARED_LAYERS)
     device = own_device()
     with cpu_compat.active(), process_group(device, timedelta(minutes=timeout_minutes)):
         before = _groups()
@@ -162,8 +150,7 @@ def process_group(device: torch.device, timeout: timedelta) -> Iterator[None]:
     if distributed.is_initialized():
         yield
         return
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    environment.provide(environment.EVERY_RANK)
     # Without device_id: with it torch connects NCCL in each of the twenty-odd groups that Megatron makes, used or not.
     # On H200s each start then took seconds more (two tiny runs 21 s instead of 7), and ten processes 131 GiB of a GPU.
     options: dict[str, Any] = {"backend": "nccl" if device.type == "cuda" else "gloo", "timeout": timeout}
