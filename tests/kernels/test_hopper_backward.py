@@ -114,7 +114,7 @@ def test_the_default_is_taken():
     ("changed", "why"),
     [
         ({"capability": 100}, "compute capability 9.0, and this is 10.0"),
-        ({"dim": 72}, "head dims 64 and 128, not 72"),
+        ({"dim": 72}, "head dims 64 and 128"),
         ({"window": True}, "no window"),
         ({"packed": True}, "no packed documents"),
         ({"config": QuantConfig(block_q=128)}, "block_q=64, not 128"),
