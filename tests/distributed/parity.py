@@ -100,9 +100,11 @@ def _train(
         stopped = Event()
         # torchrun gets it too, and ends; `timeout` sends it twice. What was trained is still reported.
         before = signal.signal(signal.SIGINT, lambda *_: stopped.set())
-        with ThreadPoolExecutor(len(launches) if gpu else 1) as pool:
-            list(pool.map(lambda each: _launch_all(prepared, runs, bar, failures, stopped, *each), launches))
-        signal.signal(signal.SIGINT, before)
+        try:
+            with ThreadPoolExecutor(len(launches) if gpu else 1) as pool:
+                list(pool.map(lambda each: _launch_all(prepared, runs, bar, failures, stopped, *each), launches))
+        finally:
+            signal.signal(signal.SIGINT, before)
     return failures | {folder.parts: "interrupted before its end" for _, left, _ in launches for folder in left}
 
 
