@@ -94,8 +94,8 @@ def _fetch(sources: list[Source], archive: debian.Archive, parts: Path, jobs: in
     # processes of their own: a fork of one that has threads (torch's, gRPC's) may crash or never end
     workers = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     with workers as pool, tqdm(total=len(missing), unit="package", disable=_quiet()) as bar:
-        running = _submitted(pool, missing, archive, parts)
         try:
+            running = _submitted(pool, missing, archive, parts)
             for number, future in enumerate(as_completed(running), start=1):
                 name, size = future.result()
                 bar.set_postfix_str(name, refresh=False)
