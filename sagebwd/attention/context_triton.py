@@ -71,7 +71,8 @@ def statistics(
 ) -> tuple[Tensor]:  # fmt: skip
     """lse2 and delta of this rank's queries, [B H, M, 2]. keys and v [B, K, N, D]: all of them."""
     other = o if config.delta == "stale" else None
-    _, found = quantise(do, config.block_q, rows=False, columns=False, lse2=lse2, other=other)
+    # Columns, though nobody reads them here: without them Triton adds up delta in another order than on one rank.
+    _, found = quantise(do, config.block_q, rows=False, columns=True, lse2=lse2, other=other)
     if config.delta == "matched":
         k8 = Quantised(keys[0], None, keys[1], None)
         _query_side(do, o, queries, k8, v, found, zigzag, softmax_scale, config, only="delta")
