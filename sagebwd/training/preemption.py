@@ -18,11 +18,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:
-    """requested: the signal that this rank got, if any. The ranks' agreement is the caller's in training, where it
-    travels with the loss; and `poll` in validation."""
+    """The ranks' agreement on what `heard` says is the caller's in training, where it travels with the loss; and
+    `poll`'s in validation."""
 
     def __init__(self, here: World) -> None:
-        self.requested: signal.Signals | None = None
+        self.requested = False
+        self.listens = False
         self.device = here.device
         cuda = here.device.type == "cuda"
         self.host = torch.zeros(2, dtype=torch.int32, pin_memory=cuda)  # what this rank says; what all said
@@ -35,17 +36,30 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.listens = True
+        self.heard()
         if launcher.gone():
-            self.requested = signal.SIGTERM
+            self.requested = True
         try:
             yield
         finally:
+            self.listens = False
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = signal.Signals(number)
+        self.requested = True
+
+    def heard(self) -> bool:
+        """Whether this rank was asked to stop; called once a step.
+
+        It takes the signals anew: LLVM does when a process compiles its first Triton kernel, and drops SIGUSR1.
+        """
+        if self.listens:
+            for number in SIGNALS:
+                signal.signal(number, self._note)
+        return self.requested
 
     def begin(self) -> None:
         """Before the first `poll` of a row."""
@@ -61,7 +75,7 @@ class Preemption:
             if self.arrived is not None:
                 self.arrived.synchronize()
             answer = bool(self.host[1])
-        self.host[0] = self.requested is not None
+        self.host[0] = self.heard()
         said = self.host[:1].to(self.device, non_blocking=True)
         distributed.all_reduce(said, op=distributed.ReduceOp.MAX)
         self.host[1:].copy_(said, non_blocking=True)

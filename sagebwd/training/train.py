@@ -332,7 +332,7 @@ class _Arm:
         """One optimizer step over the global batch. The host waits for the device once: for the gradient norm."""
         begin, self.loading = time.perf_counter(), 0.0
         total = self.engine.gradients(self._taken(self.batches))
-        self.mine[0] = self.preemption.requested is not None
+        self.mine[0] = self.preemption.heard()
         self.mine[1] = self._due_by_the_clock()
         total = torch.cat((total, self.mine.to(self.here.device, non_blocking=True)))
         # Over all ranks, for the flags' sake: of a tensor-parallel group each counts loss and tokens once more, and the
