@@ -22,11 +22,12 @@ class Quantised(NamedTuple):
     columns: Tensor | None  # [B H, D', L'] int8, the transpose, tokens in common.fragment_order
     scale: Tensor  # [B H, L' / block] fp32
     tile_mean: Tensor | None  # [B H, L' / block, D'] fp32: what was subtracted from each tile
+    smoothed: Tensor | None = None  # [B H, L', D'] in x's dtype: x less the mean, what `rows` is the INT8 form of
 
 
 @triton.jit(do_not_specialize=["heads", "length", "tiles"])
 def _quantise(
-    x, mean, other, lse2, rows_out, columns_out, scale_out, tile_mean_out, statistics_out, documents,
+    x, mean, other, lse2, rows_out, columns_out, scale_out, tile_mean_out, smoothed_out, statistics_out, documents,
     x_b, x_h, x_l, x_d, other_b, other_h, other_l, other_d,
     heads, length, tiles,
     TILE_MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -61,6 +62,9 @@ def _quantise(
         tl.store(statistics_out + of_row * 2, tl.load(lse2 + of_row))
     if mean is not None:
         values = tl.where(valid, values - tl.load(mean + mean_row * DP + d)[None, :], 0.0)
+    if smoothed_out is not None:
+        at = smoothed_out + (bh * tiles * BLOCK + rows)[:, None] * DP + d[None, :]
+        tl.store(at, values.to(smoothed_out.dtype.element_ty))
     if TILE_MEAN:
         filled = tl.sum((l < length).to(tl.int32), 0)
         tile_mean = tl.sum(values, 0) / tl.maximum(filled, 1).to(tl.float32)
@@ -91,14 +95,15 @@ def _transpose(x, out, tiles, length, DP: tl.constexpr, BLOCK: tl.constexpr):
 
 def quantise(
     x: Tensor, block: int, *, rows: bool, columns: bool,
-    mean: Tensor | None = None, tile_mean: bool = False, lse2: Tensor | None = None, other: Tensor | None = None,
-    documents: Tensor | None = None,
+    mean: Tensor | None = None, tile_mean: bool = False, smoothed: bool = False,
+    lse2: Tensor | None = None, other: Tensor | None = None, documents: Tensor | None = None,
 ) -> tuple[Quantised, Tensor | None]:  # fmt: skip
     """INT8 forms of x [B, H, L, D] (any strides), one scale for each `block` rows of a head.
 
-    rows, columns: which layouts to write. mean, of `mean.key_mean`, is subtracted first (K-smoothing). tile_mean: each
-    tile's own mean is subtracted (Q-smoothing). lse2 [B H, L'] fp32: also returns statistics of rows, [B H, L', 2]
-    fp32: lse2, and with other [B, H, L, D] rowsum(x * other) before any smoothing (delta, with x = dO and other = O).
+    rows, columns: which layouts to write. mean, of `mean.key_mean`, is subtracted first (K-smoothing); smoothed: what
+    is left is written as well. tile_mean: each tile's own mean is subtracted (Q-smoothing). lse2 [B H, L'] fp32: also
+    returns statistics of rows, [B H, L', 2] fp32: lse2, and with other [B, H, L, D] rowsum(x * other) before any
+    smoothing (delta, with x = dO and other = O).
     documents: a table of packing.Tables.
     Raises ValueError where a head's workspace passes 2^31 elements: kernels address within a head in 32 bits.
     """
@@ -119,11 +124,14 @@ def quantise(
         columns=new(dp, lp, dtype=torch.int8) if columns else None,
         scale=new(tiles, dtype=torch.float32),
         tile_mean=new(tiles, dp, dtype=torch.float32) if tile_mean else None,
+        smoothed=new(lp, dp, dtype=x.dtype) if smoothed else None,
     )
     statistics = new(lp, 2, dtype=torch.float32) if lse2 is not None else None
     launch(
         _quantise, b * h * tiles,
-        (x, mean, other, lse2, out.rows, out.columns, out.scale, out.tile_mean, statistics, documents),
+        (
+            x, mean, other, lse2, out.rows, out.columns, out.scale, out.tile_mean, out.smoothed, statistics, documents,
+        ),
         (*x.stride(), *(other.stride() if other is not None else (0, 0, 0, 0)), h, length, tiles),
         TILE_MEAN=tile_mean, ROWS=rows, COLUMNS=columns, D=dim, DP=dp, BLOCK=block, num_warps=4,
         enable_fp_fusion=False,  # a product fused with the addition that rounds it would break ties otherwise

@@ -8,6 +8,7 @@ several tiles in shared memory at once: where a GPU has too little of it, the pi
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -91,6 +92,36 @@ def backward_q(device: torch.device, dp: int, config: QuantConfig) -> Launch:
     return _fitting("backward_q", sm, dp, config, Launch(tall, _backward_warps(dp, config), _stages(sm)))
 
 
+def scores_forward(device: torch.device, dp: int, config: QuantConfig) -> Launch:
+    """With products="scores" Q's scale is a row's and nothing else has one: tiles may be as high as registers allow."""
+    sm = capability(device)
+    return _fitting("scores_forward", sm, dp, config, Launch(128 if dp <= 128 else 64, 8, _stages(sm)))
+
+
+def scores_backward_kv(device: torch.device, dp: int, config: QuantConfig) -> Launch:
+    sm = capability(device)
+    return _fitting("scores_backward_kv", sm, dp, config, Launch(_scores_keys(dp), 8, 2 if dp <= 128 else 1))
+
+
+def scores_backward_q(device: torch.device, dp: int, config: QuantConfig) -> Launch:
+    sm = capability(device)
+    return _fitting("scores_backward_q", sm, dp, config, Launch(_scores_queries(sm, dp), 8, 2))
+
+
+def scores_step(config: QuantConfig) -> int:
+    """Queries that dK and dV take at a time, on every GPU alike, as it decides the order of their sums: more would
+    leave too few registers."""
+    return min(config.block_q, 32)
+
+
+def _scores_keys(dp: int) -> int:
+    return 128 if dp <= 64 else 64
+
+
+def _scores_queries(capability: int, dp: int) -> int:
+    return 128 if dp <= 128 and SHARED_LIMIT.get(capability, SMALL) >= 227 << 10 else 64
+
+
 def _stages(capability: int) -> int:
     """Hopper's matrix units read shared memory by themselves; elsewhere a third tile in flight costs registers."""
     return 3 if capability == 90 else 2
@@ -121,10 +152,10 @@ def refusal(capability: int, dim: int, config: QuantConfig) -> str | None:
         if getattr(config, name) < SMALLEST_BLOCK:
             return f"QuantConfig.{name} is {getattr(config, name)}: on a GPU set it to {SMALLEST_BLOCK} or more"
     dp, limit = padded_dim(dim), SHARED_LIMIT.get(capability, SMALL)
-    needed = _least(capability, dp, config.block_q, config.block_k, config.smooth_q)
+    needed = _least(capability, dp, config)
     if needed <= limit:
         return None
-    fits = max(b for b in BLOCKS if _least(capability, dp, b, b, config.smooth_q) <= limit)
+    fits = max(b for b in BLOCKS if _least(capability, dp, replace(config, block_q=b, block_k=b)) <= limit)
     return (
         f"QuantConfig.block_q={config.block_q} and block_k={config.block_k} at head dim {dim} need {needed >> 10} KiB "
         f"of shared memory, and a GPU of compute capability {capability / 10:.1f} has {limit >> 10} KiB a block: "
@@ -132,17 +163,26 @@ def refusal(capability: int, dim: int, config: QuantConfig) -> str | None:
     )
 
 
-def _least(capability: int, dp: int, block_q: int, block_k: int, smooth_q: bool) -> int:
-    kernels = ("forward", "backward_k", "backward_q")
-    return max(shared_bytes(kernel, capability, dp, block_q, block_k, smooth_q, stages=1) for kernel in kernels)
+def _least(capability: int, dp: int, config: QuantConfig) -> int:
+    q, k = config.block_q, config.block_k
+    tiles = {"forward": (q, k), "backward_k": (q, k), "backward_q": (q, k)}
+    if config.products == "scores":
+        tiles = {
+            "scores_forward": (128 if dp <= 128 else 64, k),
+            "scores_backward_kv": (scores_step(config), _scores_keys(dp)),
+            "scores_backward_q": (_scores_queries(capability, dp), k),
+        }
+    return max(shared_bytes(name, capability, dp, *tile, config.smooth_q, stages=1) for name, tile in tiles.items())
 
 
 @cache  # of every launch's host time a tenth otherwise
 def _fitting(kernel: str, capability: int, dp: int, config: QuantConfig, wanted: Launch) -> Launch:
     """`wanted`, with as many of its stages as the GPU's shared memory has room for."""
     limit = SHARED_LIMIT.get(capability, SMALL)
-    by_key = kernel in ("backward_kv", "backward_k", "backward_v")
+    by_key = kernel in ("backward_kv", "backward_k", "backward_v", "scores_backward_kv")
     q = config.block_q if by_key else wanted.rows
+    if kernel == "scores_backward_kv":
+        q = scores_step(config)
     k = wanted.rows if by_key else config.block_k
     for stages in range(wanted.stages, 0, -1):
         if shared_bytes(kernel, capability, dp, q, k, config.smooth_q, stages) <= limit:
@@ -163,6 +203,9 @@ def shared_bytes(kernel: str, capability: int, dp: int, q: int, k: int, smooth_q
         "backward_k": (3 * k, 4 * q, 2 * q),  # the same without dO in INT8
         "backward_v": (k, 2 * q, q),  # K; Q, dO in INT8
         "backward_q": (3 * q, 4 * k, 2 * k),  # Q, dO in 16 bit; K twice, V in 16 bit
+        "scores_forward": (q, 3 * k, 2 * k),  # Q; K, V in 16 bit
+        "scores_backward_kv": (3 * k, 5 * q, 2 * q),  # K, V in 16 bit; Q, and Q and dO in 16 bit
+        "scores_backward_q": (3 * q, 5 * k, 2 * k),  # Q, dO in 16 bit; K, and K and V in 16 bit
     }[kernel]
     if stages == 1:
         return (stay + widest) * dp + 1024

@@ -162,8 +162,9 @@ def layer_activations(recipe: Recipe) -> float:
 
     In elements: both norms' inputs and outputs (4 hidden), the fused QKV that the value and QK-norm read, the output
     of attention, the feed-forward's input (2 ffn) and product (ffn). Attention keeps its queries and keys: full
-    precision after RoPE as they are, SageBwd in INT8. Separate operations keep two more ffn: silu of the gate, and the
-    other half. FP32: the logarithm of the softmax's sum, and each normalised row's 1 / rms.
+    precision after RoPE as they are, and so does SageBwd with products="scores", else in INT8. Separate operations keep
+    two more ffn: silu of the gate, and the other half. FP32: the logarithm of the softmax's sum, and each normalised
+    row's 1 / rms.
     """
     m, t, fused = recipe.model, recipe.parallel.tensor, recipe.train.fusion != "off"
     element = 4 if recipe.train.precision == "fp32" else 2
@@ -172,7 +173,7 @@ def layer_activations(recipe: Recipe) -> float:
     between = m.hidden / _sequence(recipe)
     elements = 4 * between + (queries + 2 * keys) + grouped + queries + (3 if fused else 5) * m.ffn / t
     inside = (queries + keys) * element
-    if recipe.attention.kind == "sagebwd":
+    if recipe.attention.kind == "sagebwd" and recipe.attention.quant.products == "all":
         inside = queries + keys + (keys * element if recipe.attention.quant.smooth_q else 0)
     rows = m.heads / t + 2 / _sequence(recipe) + ((m.heads + m.num_kv_heads) / t if m.qk_norm else 0)
     return elements * element + inside + 4 * rows

@@ -34,7 +34,8 @@ def test_it_is_near_what_an_h200_measured(arm: str) -> None:
 @on_cpu
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(
-    ("kind", "quant", "qk_norm"), [("fpa", {}, True), ("sagebwd", {}, True), ("sagebwd", {}, False)]
+    ("kind", "quant", "qk_norm"),
+    [("fpa", {}, True), ("sagebwd", {}, True), ("sagebwd", {}, False), ("sagebwd", {"products": "scores"}, True)],
 )
 def test_activations_are_the_tensors_that_a_layer_saves(
     monkeypatch: pytest.MonkeyPatch, kind: str, quant: dict, qk_norm: bool, kv_heads: int

@@ -28,6 +28,8 @@ def refusal(capability: int, dim: int, config: QuantConfig, *, window: bool, pac
         return "they take block_k=64 or 128"
     if config.smooth_q:
         return "they do not smooth Q"
+    if config.products != "all":
+        return "they compute P V in INT8"
     if window:
         return "they take no window"
     if packed:

@@ -57,6 +57,8 @@ def backward_refusal(
             return f"they know {name}={known!r}, not {getattr(config, name)!r}"
     if config.project:
         return "they know no projection"
+    if config.products != "all":
+        return "they compute dV, dK and dQ in INT8"
     for name, x in zip(("dO", "V"), tensors, strict=False):
         if unreadable(x):
             return f"TMA reads rows that begin at multiples of 16 bytes, and {name} has strides {x.stride()}"

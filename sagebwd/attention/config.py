@@ -7,9 +7,11 @@ from typing import Literal, get_args
 
 Granularity = Literal["tile", "row"]
 DeltaRule = Literal["stale", "matched"]
+Products = Literal["all", "scores"]
 BLOCKS = (16, 32, 64, 128)
 CONTEXT_CHUNK = 128  # with context parallelism a rank's chunks are whole multiples of so many tokens: of every block
-NOT_WITH_CONTEXT = ("smooth_q", "project")  # switches that context parallelism does not take
+NOT_WITH_CONTEXT = {"smooth_q": True, "project": True, "products": "scores"}  # what context parallelism does not take
+NOT_WITH_SCORES = ("granularity", "delta", "smooth_q", "project")  # must be at their defaults with products="scores"
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class QuantConfig:
     smooth_q: subtract from each query tile its mean, and add the mean's product with K back to S in high precision.
     project: subtract from the rounded dS the multiple of the rounded P that makes each query's row sum to zero, in dQ
         and in dK (GProj, arXiv 2609.34272; `reference.backward` derives the INT8 form). Slow: for study.
+    products: which products are INT8. "all": six of the seven (the paper). "scores": only S = Q K^T, in forward and
+        backward. P V, dP, dV, dK and dQ take 16-bit operands: P and dS rounded to the inputs' dtype, Q, V and dO as
+        they came, K smoothed and rounded to its dtype. FP32 inputs are not rounded there.
     """
 
     block_q: int = 64
@@ -36,17 +41,25 @@ class QuantConfig:
     smooth_k: bool = True
     smooth_q: bool = False
     project: bool = False
+    products: Products = "all"
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
             if type(getattr(self, name)) is not int or getattr(self, name) not in BLOCKS:
                 raise ValueError(f"QuantConfig.{name} is {getattr(self, name)!r}: choose one of {BLOCKS}")
-        for name, kind in (("granularity", Granularity), ("delta", DeltaRule)):
+        for name, kind in (("granularity", Granularity), ("delta", DeltaRule), ("products", Products)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"QuantConfig.{name} is {getattr(self, name)!r}: choose one of {get_args(kind)}")
         for name in ("smooth_k", "smooth_q", "project"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"QuantConfig.{name} is {getattr(self, name)!r}: choose true or false")
+        for name in NOT_WITH_SCORES if self.products == "scores" else ():
+            default = getattr(type(self), name)
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"QuantConfig.{name} is {getattr(self, name)!r}, which has no meaning with products='scores', "
+                    f"where only Q K^T is INT8: leave it at {default!r}, or set products to 'all'"
+                )
 
     def summary(self) -> str:
         """One line for logs: every field with its value."""

@@ -1,8 +1,9 @@
 """The torch.library operators: what torch.compile, activation recompute, opcheck and exported graphs see.
 
 attention_forward(q, k, v) -> (o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k_mean): o with q's shape, dtype and
-    memory order, and what the backend keeps for its backward. v, o, and k with Q-smoothing, are kept beside these. What
-    a config does not need has no elements: an operator's result cannot be None.
+    memory order, and what the backend keeps for its backward. Kept beside these: v, o; k with Q-smoothing; q and k in
+    place of their INT8 forms with products="scores". What a config does not need has no elements: an operator's result
+    cannot be None.
 attention_forward_packed: the same on packed documents, [1, heads, tokens, dim].
 attention_backward(do, ...) -> (dq, dk, dv): dq in the memory order of o, dk and dv in that of v.
 
@@ -39,7 +40,7 @@ _KEPT = ("lse2", "q_rows", "q_scale", "q_mean", "k_rows", "k_scale", "k_mean")
 _RESULTS = f"(Tensor o, {', '.join(f'Tensor {name}' for name in _KEPT)})"
 _PACKED = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 # Raise it when a tensor that is kept for backward changes its shape, dtype or meaning.
-_LAYOUT = "layout-1"
+_LAYOUT = "layout-2"
 _FIELDS = tuple((field.name, type(field.default)) for field in fields(QuantConfig))
 
 
@@ -51,7 +52,7 @@ _define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> {_RESUL
 _define(f"attention_forward_packed(Tensor q, Tensor k, Tensor v, {_PACKED}, {_OPTIONS}) -> {_RESULTS}")
 _define(
     "attention_backward(Tensor do, Tensor v, Tensor o, Tensor lse2, Tensor q_rows, Tensor q_scale, Tensor? q_mean, "
-    "Tensor k_rows, Tensor k_scale, Tensor? k, Tensor? k_mean, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor k_rows, Tensor k_scale, Tensor? q, Tensor? k, Tensor? k_mean, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
@@ -102,14 +103,14 @@ def _run_forward(
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window, "packed": packed}
     with as_given(q):
         o, saved = _module(backend).forward(q, k, v, **options)
-    _, _, *kept, _, k_mean = saved
+    _, _, *kept, _, _, k_mean = saved
     return o, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in (*kept, k_mean))
 
 
 def _backward(
     do: Tensor, v: Tensor, o: Tensor,
     lse2: Tensor, q_rows: Tensor, q_scale: Tensor, q_mean: Tensor | None, k_rows: Tensor, k_scale: Tensor,
-    k: Tensor | None, k_mean: Tensor | None,
+    q: Tensor | None, k: Tensor | None, k_mean: Tensor | None,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
     causal: bool, softmax_scale: float, window: int | None, settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -122,7 +123,7 @@ def _backward(
         k_mean = None
     backend, config = _parsed(settings)
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window, "packed": packed}
-    saved = (v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k, k_mean)
+    saved = (v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, q, k, k_mean)
     with as_given(do):
         return _module(backend).backward(do, saved, **options)
 
@@ -193,15 +194,20 @@ def _allocate(q: Tensor, k: Tensor, backend: str, config: QuantConfig, packed: P
     dp, m_pad, n_pad = padded_dim(int(dim)), _rows(m, packed), _rows(n, packed)
     means = 1 if packed is None else n_pad // ROW_PADDING
     q_heads, k_heads = batch * heads, batch * kv_heads
+    scores = config.products == "scores"
+
+    def only(needed: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return new(*shape, dtype=dtype) if needed else new(0)
+
     return (
         torch.empty_like(q),
         new(q_heads, m_pad),
-        new(q_heads, m_pad, dp, dtype=torch.int8),
-        new(q_heads, m_pad // config.block_q),
-        new(*((q_heads, m_pad // config.block_q, dp) if config.smooth_q else (0,))),
-        new(k_heads, n_pad, dp, dtype=torch.int8),
-        new(k_heads, n_pad // config.block_k),
-        new(*((k_heads, means, dp) if config.smooth_q and config.smooth_k else (0,))),
+        only(not scores, q_heads, m_pad, dp, dtype=torch.int8),
+        only(not scores, q_heads, m_pad // config.block_q),
+        only(config.smooth_q, q_heads, m_pad // config.block_q, dp),
+        only(not scores, k_heads, n_pad, dp, dtype=torch.int8),
+        only(not scores, k_heads, n_pad // config.block_k),
+        only(config.smooth_k and (scores or config.smooth_q), k_heads, means, dp),
     )
 
 
@@ -228,17 +234,23 @@ def _fake_backward(do, v, o, *_):
     return torch.empty_like(o), torch.empty_like(v), torch.empty_like(v)
 
 
-# Autograd keeps INT8 q and k with their scales, v, o and lse2; with Q-smoothing also k and the means.
+# Autograd keeps INT8 q and k with their scales, v, o and lse2; with Q-smoothing also k and the means. With
+# products="scores" q, k, v, o, lse2 and the mean of the keys.
 
 
 def _save(ctx, inputs, output):
-    _, k, v, *packed, causal, softmax_scale, window, settings = inputs
+    q, k, v, *packed, causal, softmax_scale, window, settings = inputs
     o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k_mean = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    smooth = (q_mean, k, k_mean) if _parsed(settings)[1].smooth_q else (None, None, None)
+    config = _parsed(settings)[1]
+    given = (None, None, None, None)
+    if config.smooth_q:
+        given = (q_mean, None, k, k_mean)
+    elif config.products == "scores":
+        given = (None, q, k, k_mean)
     documents, longest = (packed[:2], packed[2:]) if packed else ((None, None), (0, 0))
-    ctx.save_for_backward(v, o, lse2, q_rows, q_scale, k_rows, k_scale, *smooth, *documents)
+    ctx.save_for_backward(v, o, lse2, q_rows, q_scale, k_rows, k_scale, *given, *documents)
     ctx.options = (*longest, causal, softmax_scale, window, settings)
     ctx.inputs = len(inputs)
 
@@ -247,8 +259,8 @@ def _differentiate(ctx, do, *_):
     nothing = (None,) * (ctx.inputs - 3)
     if do is None:
         return None, None, None, *nothing
-    v, o, lse2, q_rows, q_scale, k_rows, k_scale, q_mean, k, k_mean, *documents = ctx.saved_tensors
-    saved = (lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k, k_mean)
+    v, o, lse2, q_rows, q_scale, k_rows, k_scale, q_mean, q, k, k_mean, *documents = ctx.saved_tensors
+    saved = (lse2, q_rows, q_scale, q_mean, k_rows, k_scale, q, k, k_mean)
     return *torch.ops.sagebwd.attention_backward.default(do, v, o, *saved, *documents, *ctx.options), *nothing
 
 

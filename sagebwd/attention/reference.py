@@ -2,7 +2,7 @@
 
 Six of attention's seven matrix products run on INT8 operands, dP = dO V^T on the inputs' own dtype; every product
 accumulates in FP32. An INT8 product is computed here as an FP32 product of integers: exact, since |sum| < 2^24 for
-every block that QuantConfig admits.
+every block that QuantConfig admits. With products="scores" only S = Q K^T does: `_attend_scores`, `_scores_backward`.
 
 Shapes: B batch, K key/value heads, G query heads a key/value head (GQA), M queries, N keys, D head dim. A query tile
 has `block_q` rows, a key tile `block_k`; T and U count them. Lengths are padded with zeros to whole tiles: a padded key
@@ -38,8 +38,9 @@ class Saved(NamedTuple):
     q_mean: Tensor | None  # [B, K, G, T, D] with smooth_q
     k_hat: Tensor  # [B, K, N', D] integers, N' = U block_k
     k_scale: Tensor  # [B, K, U]
-    k_smooth: Tensor | None  # [B, K, N', D] with smooth_q
+    k_smooth: Tensor | None  # [B, K, N', D] with smooth_q; with products="scores" rounded to k's dtype
     lse2: Tensor  # [B, K, G, M'] base-2 log-sum-exp of a row of S; +inf where a query sees no key or is padding
+    q: Tensor | None = None  # [B, K, G, M', D] as it came, with products="scores"
 
 
 class Observer(Protocol):
@@ -156,13 +157,24 @@ def operands(
     q: Tensor, k: Tensor, v: Tensor, *, config: QuantConfig, k_mean: Tensor | None = None, exact: bool = False
 ) -> Operands:
     """q [B, H, M, D], k and v [B, K, N, D] smoothed and rounded. k_mean: of `key_mean`, with smooth_k."""
+    saved = queries_and_keys(q, k, config=config, k_mean=k_mean, exact=exact)
+    v_tiles = _tiles(_pad_rows(v.to(saved.q_hat.dtype), config.block_k), config.block_k)
+    v_hat, v_scale = quantise(v_tiles, (-2, -1), exact=exact)
+    return Operands(saved, v_hat.flatten(-3, -2), v_scale[..., 0, 0])
+
+
+def queries_and_keys(
+    q: Tensor, k: Tensor, *, config: QuantConfig, k_mean: Tensor | None = None, exact: bool = False
+) -> Saved:
+    """`operands` without V: all of `Saved` but lse2, which has no elements."""
     c, m = config, q.shape[-2]
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     k_work = k.to(work)
     if c.smooth_k:
         k_work = k_work - k_mean
     k_work = _pad_rows(k_work, c.block_k)
-    q_tiles = _tiles(_pad_rows(q.to(work).unflatten(1, (k.shape[1], -1)), c.block_q), c.block_q)
+    q_work = _pad_rows(q.to(work).unflatten(1, (k.shape[1], -1)), c.block_q)
+    q_tiles = _tiles(q_work, c.block_q)
     q_mean = None
     if c.smooth_q:
         filled = torch.full((q_tiles.shape[-3], 1, 1), c.block_q, dtype=work, device=q.device)
@@ -173,12 +185,18 @@ def operands(
         q_mean = q_mean.squeeze(-2)
     q_hat, q_scale = quantise(q_tiles, (-2, -1), exact=exact)
     k_hat, k_scale = quantise(_tiles(k_work, c.block_k), (-2, -1), exact=exact)
-    v_hat, v_scale = quantise(_tiles(_pad_rows(v.to(work), c.block_k), c.block_k), (-2, -1), exact=exact)
     saved = Saved(
         q_hat.flatten(-3, -2), q_scale[..., 0, 0], q_mean, k_hat.flatten(-3, -2), k_scale[..., 0, 0],
         k_work if c.smooth_q else None, q_hat.new_empty(0),
     )  # fmt: skip
-    return Operands(saved, v_hat.flatten(-3, -2), v_scale[..., 0, 0])
+    if c.products == "scores":
+        saved = saved._replace(q=q_work, k_smooth=_to(k.dtype, k_work))
+    return saved
+
+
+def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """x rounded to a dtype, in its own."""
+    return x.to(dtype).to(x.dtype)
 
 
 def forward(
@@ -193,9 +211,14 @@ def forward(
     """
     m, n = q.shape[-2], k.shape[-2]
     k_mean = key_mean(key_sums(k), n) if config.smooth_k else None
-    rounded = operands(q, k, v, config=config, k_mean=k_mean, exact=exact)
-    mask = {"m": m, "n": n, "causal": causal, "window": window}
-    out, saved = attend(rounded, softmax_scale=softmax_scale, config=config, exact=exact, **mask)
+    given = {"config": config, "k_mean": k_mean, "exact": exact}
+    if config.products == "scores":
+        mask = _Mask(causal, window, m, n)
+        out, saved = _attend_scores(queries_and_keys(q, k, **given), v, softmax_scale, mask, config)
+    else:
+        mask = {"m": m, "n": n, "causal": causal, "window": window}
+        rounded = operands(q, k, v, **given)
+        out, saved = attend(rounded, softmax_scale=softmax_scale, config=config, exact=exact, **mask)
     return out.to(q.dtype), saved
 
 
@@ -226,11 +249,38 @@ def attend(
         pv = p_hat @ v_hat[:, :, None, u]
         out[..., rows, :] = out[..., rows, :] * keep[..., None] + pv * (weight[..., None] * v_scale[:, :, None, u])
         peak[..., rows] = new_peak
+    out, lse2 = _normalised(out, total, peak, m)
+    return out, saved._replace(lse2=lse2 - LOG2_127)
+
+
+def _attend_scores(
+    saved: Saved, v: Tensor, softmax_scale: float, mask: _Mask, config: QuantConfig
+) -> tuple[Tensor, Saved]:
+    """`attend` with products="scores": P~ = exp(S - m) is rounded to v's dtype, and V is as it came."""
+    c, dtype, v = config, v.dtype, _tiles(_pad_rows(v.to(saved.q_hat.dtype), config.block_k), config.block_k)
+    out = torch.zeros_like(saved.q_hat)
+    total = out.new_zeros(out.shape[:-1])  # l, of the unrounded P~
+    peak = torch.full_like(total, -math.inf)  # m
+    for u in range(v.shape[-3]):
+        rows = mask.rows(u, c)
+        s = _logits(saved, u, rows, softmax_scale, mask, c)
+        new_peak = torch.maximum(peak[..., rows], s.amax(-1))
+        base = torch.where(new_peak == -math.inf, 0.0, new_peak)  # a row that sees nothing yet
+        p = torch.exp2(s - base[..., None])
+        keep = torch.exp2(peak[..., rows] - base)
+        total[..., rows] = total[..., rows] * keep + p.sum(-1)
+        out[..., rows, :] = out[..., rows, :] * keep[..., None] + _to(dtype, p) @ v[:, :, None, u]
+        peak[..., rows] = new_peak
+    out, lse2 = _normalised(out, total, peak, mask.m)
+    return out, saved._replace(lse2=lse2)
+
+
+def _normalised(out: Tensor, total: Tensor, peak: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """O [B, H, M, D] and lse2 [B, K, G, M'] of the m queries' sums P~ V, sums P~ and maxima."""
     out = out / torch.where(total > 0, total, 1.0)[..., None]
     out = torch.where(total.isnan()[..., None], torch.nan, out)
     blind = (total == 0) | (torch.arange(out.shape[-2], device=out.device) >= m)
-    saved = saved._replace(lse2=torch.where(blind, math.inf, peak + torch.log2(total) - LOG2_127))
-    return out[..., :m, :].flatten(1, 2), saved
+    return out[..., :m, :].flatten(1, 2), torch.where(blind, math.inf, peak + torch.log2(total))
 
 
 def backward(
@@ -260,6 +310,8 @@ def backward(
     if delta is None:
         args = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window}
         delta = delta_of(do, v, o, saved, n=n, **args)
+    if c.products == "scores":
+        return _scores_backward(do, v, saved, delta, softmax_scale, mask, c, observer)
     do = _pad_rows(do.to(work).unflatten(1, (heads, -1)), c.block_q)
     v = _pad_rows(v.to(work), c.block_k)
     do_hat, do_scale = quantise(_tiles(do, c.block_q), (-2, -1), exact=exact)  # [B, K, G, T, block_q, D], [..., 1, 1]
@@ -320,6 +372,33 @@ def backward(
     return (dq[..., :m, :] * softmax_scale).flatten(1, 2), dk[..., :n, :], dv[..., :n, :]
 
 
+def _scores_backward(
+    do: Tensor, v: Tensor, saved: Saved, delta: Tensor, softmax_scale: float, mask: _Mask, c: QuantConfig,
+    observer: Observer | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`backward` with products="scores": P and dS are rounded to dO's dtype, Q, V and dO are as they came.
+
+    dQ takes the smoothed K: what rounding and a stale delta leave in the rows of dS would be multiplied by K's mean.
+    """
+    dtype, work = do.dtype, saved.q_hat.dtype
+    do = _pad_rows(do.to(work).unflatten(1, (v.shape[1], -1)), c.block_q)
+    v = _pad_rows(v.to(work), c.block_k)
+    if observer:
+        observer.delta(delta)
+    dq, dk, dv = torch.zeros_like(saved.q), torch.zeros_like(saved.k_smooth), torch.zeros_like(v)
+    for u in range(v.shape[-2] // c.block_k):
+        rows, p, dp = _p_and_dp(u, do, v, saved, softmax_scale, mask, c)
+        cols = slice(u * c.block_k, (u + 1) * c.block_k)
+        ds = p * (dp - delta[..., rows, None])
+        p_rounded, ds_rounded = _to(dtype, p), _to(dtype, ds)
+        if observer:
+            observer.tile(rows, cols, p=p, dp=dp, ds=ds, p_rounded=p_rounded, ds_rounded=ds_rounded)
+        dv[..., cols, :] = (p_rounded.mT @ do[..., rows, :]).sum(2)
+        dk[..., cols, :] = (ds_rounded.mT @ saved.q[..., rows, :]).sum(2) * softmax_scale
+        dq[..., rows, :] += ds_rounded @ saved.k_smooth[:, :, None, cols]
+    return (dq[..., : mask.m, :] * softmax_scale).flatten(1, 2), dk[..., : mask.n, :], dv[..., : mask.n, :]
+
+
 def delta_of(
     do: Tensor, v: Tensor, o: Tensor, saved: Saved,
     *, causal: bool, softmax_scale: float, config: QuantConfig, n: int, window: int | None = None,
@@ -358,7 +437,7 @@ def forward_packed(q: Tensor, k: Tensor, v: Tensor, *, packed: Packed, **kwargs)
     q [1, H, tokens, D], k and v [1, K, tokens, D]; kwargs as `forward` takes. A token in no document gets zeros.
     """
     o, saved = torch.zeros_like(q), []
-    for rows, cols in _documents(packed):
+    for rows, cols in documents(packed):
         o[..., rows, :], kept = forward(q[..., rows, :], k[..., cols, :], v[..., cols, :], **kwargs)
         saved.append(kept)
     return o, saved
@@ -370,14 +449,14 @@ def backward_packed(
     """`backward` of one document after another, from what `forward_packed` kept; kwargs as `backward` takes, but n."""
     work = torch.float64 if do.dtype == torch.float64 else torch.float32
     dq, dk, dv = (torch.zeros_like(x, dtype=work) for x in (do, v, v))
-    for (rows, cols), kept in zip(_documents(packed), saved, strict=True):
+    for (rows, cols), kept in zip(documents(packed), saved, strict=True):
         dq[..., rows, :], dk[..., cols, :], dv[..., cols, :] = backward(
             do[..., rows, :], v[..., cols, :], o[..., rows, :], kept, n=cols.stop - cols.start, **kwargs
         )
     return dq, dk, dv
 
 
-def _documents(packed: Packed) -> list[tuple[slice, slice]]:
+def documents(packed: Packed) -> list[tuple[slice, slice]]:
     """Tokens of q and of k of each document that has both: only these have anything but zeros as their results."""
     rows, cols = ([slice(*ends) for ends in pairwise(x.tolist())] for x in (packed.cu_seqlens_q, packed.cu_seqlens_k))
     return [(r, c) for r, c in zip(rows, cols, strict=True) if r.start < r.stop and c.start < c.stop]

@@ -9,7 +9,7 @@ from sagebwd.attention.checks import backend_for
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import backward as backward_kernels
 from sagebwd.kernels import forward as forward_kernels
-from sagebwd.kernels import hopper, tuning
+from sagebwd.kernels import hopper, scores, tuning
 from sagebwd.kernels.hopper import forward as hopper_forward
 from sagebwd.kernels.hopper.backward import backward_refusal
 from sagebwd.kernels.mean import key_mean
@@ -73,16 +73,19 @@ def forward(
     k_mean = key_mean(k, k_documents) if config.smooth_k else None
     q8, _ = quantise(q, config.block_q, rows=True, columns=False, tile_mean=config.smooth_q, documents=q_documents)
     k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, documents=k_documents)
-    v8, _ = quantise(v, config.block_k, rows=False, columns=True, documents=k_documents)
     o = _result_like(q, packed)
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
+    if config.products == "scores":
+        lse2 = scores.forward(q8, k8, v, o, window=window, documents=q_documents, **options)
+        return o, (v, o, lse2, None, None, None, None, None, q, k, k_mean)
+    v8, _ = quantise(v, config.block_k, rows=False, columns=True, documents=k_documents)
     if on_hopper:
         lse2 = hopper_forward.forward(q8, k8, v8, k, o, **options)
     else:
         options |= {"window": window, "documents": q_documents}
         lse2 = forward_kernels.forward(q8, k8, v8, k, k_mean, o, **options)
     k_source, k_mean = (k, k_mean) if config.smooth_q else (None, None)
-    return o, (v, o, lse2, q8.rows, q8.scale, q8.tile_mean, k8.rows, k8.scale, k_source, k_mean)
+    return o, (v, o, lse2, q8.rows, q8.scale, q8.tile_mean, k8.rows, k8.scale, None, k_source, k_mean)
 
 
 def backward(
@@ -90,18 +93,26 @@ def backward(
     *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv): dq in the dtype and memory order of o, dk and dv in those of v."""
-    v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k_source, k_mean = saved
+    v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, q, k, k_mean = saved
     documents, window = _tables(packed, o, v), _clipped(window, v)
-    q8 = Quantised(q_rows, transpose(q_rows), q_scale, q_mean)
-    k8 = Quantised(k_rows, transpose(k_rows), k_scale, None)
+    of_q, of_k = (None, None) if documents is None else documents
+    options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
+    options |= {"window": window, "documents": documents}
+    scores_only = config.products == "scores"
     do8, statistics = quantise(
-        do, config.block_q, rows=False, columns=True, lse2=lse2,
-        other=o if config.delta == "stale" else None, documents=None if documents is None else documents.q,
+        do, config.block_q, rows=False, columns=not scores_only, lse2=lse2,
+        other=o if config.delta == "stale" else None, documents=of_q,
     )  # fmt: skip
     dq, dk, dv = (_result_like(x, packed) for x in (o, v, v))
+    if scores_only:  # rounded again: INT8 forms beside q and k would be half as much again to keep
+        q8, _ = quantise(q, config.block_q, rows=True, columns=False, documents=of_q)
+        k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, smoothed=True, documents=of_k)
+        scores.backward(q8, k8, statistics, q, do, v, dq, dk, dv, **options)
+        return dq, dk, dv
+    q8 = Quantised(q_rows, transpose(q_rows), q_scale, q_mean)
+    k8 = Quantised(k_rows, transpose(k_rows), k_scale, None)
     backward_kernels.backward(
-        q8, k8, do8, statistics, do, v, v if k_source is None else k_source, k_mean, dq, dk, dv,
-        causal=causal, softmax_scale=softmax_scale, config=config, window=window, documents=documents,
+        q8, k8, do8, statistics, do, v, v if k is None else k, k_mean, dq, dk, dv, **options
     )  # fmt: skip
     return dq, dk, dv
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sagebwd.attention.config import CONTEXT_CHUNK, NOT_WITH_CONTEXT
+from sagebwd.attention.config import CONTEXT_CHUNK, NOT_WITH_CONTEXT, QuantConfig
 from sagebwd.errors import UserError
 from sagebwd.training import deepspeed_config
 from sagebwd.training.recipe import Recipe
@@ -93,11 +93,12 @@ def _check_context(recipe: Recipe) -> None:
             f"parallel.context is {size}, but data.context {context} does not make {2 * size} chunks{whole}: set "
             f"data.context to {_nearest(context, unit)}, {back}"
         )
-    for name in NOT_WITH_CONTEXT if sagebwd else ():
-        if getattr(quant, name):
+    for name, value in NOT_WITH_CONTEXT.items() if sagebwd else ():
+        if getattr(quant, name) == value:
+            said, default = (str(x).lower() for x in (value, getattr(QuantConfig, name)))
             raise UserError(
-                f"parallel.context is {size}, but attention.quant.{name} is true, which does not go with it: set "
-                f"attention.quant.{name} to false, {back}"
+                f"parallel.context is {size}, but attention.quant.{name} is {said}, which does not go with it: set "
+                f"attention.quant.{name} to {default}, {back}"
             )
 
 

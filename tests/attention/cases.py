@@ -23,6 +23,7 @@ CONFIGS = {
     "tile": QuantConfig(granularity="tile"),
     "matched": QuantConfig(delta="matched", block_q=32),
     "smooth-q": QuantConfig(smooth_q=True, block_k=32),
+    "scores": QuantConfig(products="scores", block_q=32),
     "no-smoothing": QuantConfig(smooth_k=False, granularity="tile", delta="matched", block_q=128, block_k=128),
 }
 PROJECTED = {
@@ -101,7 +102,7 @@ def masked_inputs(mask, dim, heads, kv_heads, *, m=70, n=100, **kwargs):
 MASKS = {
     "causal": CONFIGS,
     "window": {"row": CONFIGS["row"]},
-    "packed": {"matched": CONFIGS["matched"], "project-tile": PROJECTED["project-tile"]},
+    "packed": {"matched": CONFIGS["matched"], "scores": CONFIGS["scores"], "project-tile": PROJECTED["project-tile"]},
 }
 
 
@@ -342,10 +343,15 @@ def inputs_are_left_alone(device):
 def windows():
     """Lengths x windows (none but its own key, a few, over a tile) x configurations, groups in turn."""
     grid = itertools.product([(100, 100), (257, 257), (64, 130), (130, 64), (1, 70)], (0, 20, 100), CONFIGS)
-    return [(m, n, window, (1, 2)[i % 2], name) for i, ((m, n), window, name) in enumerate(grid)]
+    return [(m, n, window, (1, 2)[_turn(i) % 2], name) for i, ((m, n), window, name) in enumerate(grid)]
 
 
 def pairs():
     """Lengths x masks x configurations, groups in turn."""
     grid = itertools.product(LENGTHS, (True, False), CONFIGS)
-    return [(m, n, (1, 2, 4)[i % 3], causal, name) for i, ((m, n), causal, name) in enumerate(grid)]
+    return [(m, n, (1, 2, 4)[_turn(i) % 3], causal, name) for i, ((m, n), causal, name) in enumerate(grid)]
+
+
+def _turn(i):
+    """Of case i of a grid whose last axis is CONFIGS: so that each config takes its turn with every group."""
+    return i + i // len(CONFIGS)

@@ -13,8 +13,14 @@ from tests.attention.helpers import NAMES, inputs, run, truth
 from tests.conftest import HAS_GPU
 
 CONFIG = QuantConfig(block_q=16, block_k=32)
+SCORES = QuantConfig(block_q=16, block_k=32, products="scores")
 MASKS = {
-    "reference": [{"causal": False}, {"causal": True}, {"causal": True, "window": 9}],
+    "reference": [
+        {"causal": False},
+        {"causal": True},
+        {"causal": True, "window": 9},
+        {"causal": True, "config": SCORES},
+    ],
     "triton-interpreter": [{"causal": True, "window": 9}],  # it is slow; tests/kernels has the others
 }
 BACKENDS = [
@@ -39,10 +45,11 @@ def packed(q, k, v, q_ends, k_ends, *, max_q=None, max_k=None, **kwargs):
     )  # fmt: skip
 
 
-def test_a_cpu_runs_the_reference():
+@pytest.mark.parametrize("config", [CONFIG, SCORES])
+def test_a_cpu_runs_the_reference(config):
     q, k, v, do = inputs(40, 50, 16, 4, 2, dtype=torch.bfloat16)
-    expected = cases.by_reference(q, k, v, do, causal=True, config=CONFIG)
-    assert all(torch.equal(a, e) for a, e in zip(run(q, k, v, do, causal=True, config=CONFIG), expected, strict=True))
+    expected = cases.by_reference(q, k, v, do, causal=True, config=config)
+    assert all(torch.equal(a, e) for a, e in zip(run(q, k, v, do, causal=True, config=config), expected, strict=True))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="Triton compiles for the GPU here")
@@ -97,7 +104,7 @@ def test_packed_documents_equal_single_calls(backend):
     q, k, v = (torch.randn(tokens, heads, 16).half().requires_grad_() for heads in (2, 1, 1))
     do = torch.randn(tokens, 2, 16).half()
     for options in MASKS[backend]:
-        options = options | {"config": QuantConfig(block_q=16, block_k=16, smooth_q=True)}
+        options = {"config": QuantConfig(block_q=16, block_k=16, smooth_q=True)} | options
         o = packed(q, k, v, q_ends, k_ends, **options)
         whole = (o, *torch.autograd.grad(o, (q, k, v), do))
         alone = [torch.zeros_like(x) for x in whole]

@@ -1,5 +1,7 @@
 """The specification: its formulas against FP64, its rounding against the paper's error figures."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,6 +20,7 @@ PAPER = {
 }
 # At a standard deviation of 1 one scale a tile (the paper's text) does not give the paper's figures; one a row does.
 SIGMA_1 = {"tile": (0.016, 0.036, 0.035, 0.038), "row": (0.016, 0.018, 0.018, 0.016)}
+SCORES_AT_1 = (0.0102, 0.0107, 0.0107, 0.0101)  # with products="scores"
 
 
 def gaussian_errors(granularity: str, sigma: float) -> list[Error]:
@@ -26,13 +29,16 @@ def gaussian_errors(granularity: str, sigma: float) -> list[Error]:
     return [found[name] for name in OUTPUTS]
 
 
+RULES = [
+    dict(zip(("granularity", "delta", "smooth_q", "project"), values, strict=True))
+    for values in itertools.product(("tile", "row"), ("stale", "matched"), (True, False), (True, False))
+]
+RULES += [{"products": "scores"}, {"products": "scores", "smooth_k": False}]
+
+
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 1), (True, 20), (True, 100)])
-@pytest.mark.parametrize("granularity", ["tile", "row"])
-@pytest.mark.parametrize("delta", ["stale", "matched"])
-@pytest.mark.parametrize("smooth_q", [True, False])
-@pytest.mark.parametrize("project", [True, False])
-def test_without_rounding_the_formulas_are_attention_in_float64(causal, window, granularity, delta, smooth_q, project):
-    options = {"granularity": granularity, "delta": delta, "smooth_q": smooth_q, "project": project}
+@pytest.mark.parametrize("options", RULES, ids=str)
+def test_without_rounding_the_formulas_are_attention_in_float64(causal, window, options):
     config = QuantConfig(block_q=16, block_k=32, **options)
     q, k, v, do = (x.double() for x in inputs(50, 70, 16, 4, 2, batch=2))
     args = {"causal": causal, "softmax_scale": 0.25, "config": config, "window": window, "exact": True}
@@ -75,6 +81,37 @@ def test_at_sigma_1_one_scale_a_row_halves_the_error(granularity):
     stated = SIGMA_1[granularity]
     for name, error, expected in zip(NAMES, gaussian_errors(granularity, 1.0), stated, strict=True):
         assert error.rel_l2 == pytest.approx(expected, rel=0.1), name
+
+
+@pytest.mark.parametrize(
+    ("rule", "value"), {"granularity": "tile", "delta": "matched", "smooth_q": True, "project": True}.items()
+)
+def test_rules_for_products_that_are_not_int8_are_refused(rule, value):
+    with pytest.raises(
+        ValueError, match=f"QuantConfig.{rule} is .* no meaning with products='scores', .*: leave it at"
+    ):
+        QuantConfig(products="scores", **{rule: value})
+
+
+def test_with_scores_alone_the_error_is_that_of_s():
+    """Under FP32 inputs nothing else is rounded: S's own error is in all of them, and less than with every product."""
+    scores = error_table.gaussian({"rule": QuantConfig(products="scores")}, 1.0)["rule"]
+    for name, row, expected in zip(OUTPUTS, gaussian_errors("row", 1.0), SCORES_AT_1, strict=True):
+        assert scores[name].rel_l2 == pytest.approx(expected, rel=0.05), name
+        assert scores[name].rel_l2 < row.rel_l2
+
+
+def test_with_scores_alone_dq_sees_no_offset_of_the_keys():
+    """Rounding leaves in the rows of dS what K's mean would be multiplied by."""
+    config = QuantConfig(products="scores")
+    q, k, v, do = inputs(256, 256, 64, 2, 2, key_shift=16.0, dtype=torch.bfloat16)
+    expected = truth(q, k, v, do, True)
+    args = {"causal": True, "softmax_scale": 64**-0.5, "config": config}
+    o, saved = reference.forward(q, k, v, **args)
+    smooth = reference.backward(do, v, o, saved, n=256, **args)[0]
+    given = reference.backward(do, v, o, saved._replace(k_smooth=k.float()), n=256, **args)[0]
+    assert rel_l2(smooth, expected[1]) < 0.02
+    assert rel_l2(given, expected[1]) > 1.5 * rel_l2(smooth, expected[1])
 
 
 def test_smoothing_takes_a_key_offset_out_of_the_error():

@@ -26,6 +26,7 @@ def test_what_is_taken(dim, config):
         (90, 136, QuantConfig(), {}, "head dims from 40 to 128"),
         (90, 128, QuantConfig(block_k=32), {}, "block_k=64 or 128"),
         (90, 128, QuantConfig(smooth_q=True), {}, "do not smooth Q"),
+        (90, 128, QuantConfig(products="scores"), {}, "compute P V in INT8"),
         (90, 128, QuantConfig(), {"window": True}, "no window"),
         (90, 128, QuantConfig(), {"packed": True}, "no packed documents"),
     ],

@@ -120,6 +120,7 @@ def test_the_default_is_taken():
         ({"config": QuantConfig(block_q=128)}, "block_q=64, not 128"),
         ({"config": QuantConfig(block_k=32)}, "block_k=64, not 32"),
         ({"config": QuantConfig(granularity="tile")}, "granularity='row', not 'tile'"),
+        ({"config": QuantConfig(products="scores")}, "compute dV, dK and dQ in INT8"),
         ({"config": QuantConfig(smooth_q=True)}, "smooth_q=False, not True"),
         ({"config": QuantConfig(project=True)}, "no projection"),
         ({"tensors": (torch.empty(1, 1, 2, 64).expand(1, 1, 2, 64).mT.contiguous().mT,)}, "dO has strides"),

@@ -29,7 +29,13 @@ def test_keys_left_of_the_window_are_not_read():
 
 
 @pytest.mark.parametrize(
-    ("config", "causal", "window"), [("row", False, None), ("matched", True, None), ("smooth-q", True, cases.WINDOW)]
+    ("config", "causal", "window"),
+    [
+        ("row", False, None),
+        ("matched", True, None),
+        ("smooth-q", True, cases.WINDOW),
+        ("scores", True, cases.WINDOW),
+    ],
 )
 def test_packed_equals_the_documents_one_by_one(config, causal, window):
     cases.packed_equals_the_documents_one_by_one(
@@ -61,7 +67,8 @@ def test_projection_agrees_with_reference(m, n, group, causal, config):
 
 @pytest.mark.parametrize("dim", [8, 40, 72, 128, 256])
 def test_head_dims(dim):
-    cases.agrees_with_reference(100, 100, dim, 2, True, cases.CONFIGS["row"], CPU, dtype=torch.float32)
+    for config in ("row", "scores"):
+        cases.agrees_with_reference(100, 100, dim, 2, True, cases.CONFIGS[config], CPU, dtype=torch.float32)
 
 
 def test_strided_views_are_taken_as_they_are():

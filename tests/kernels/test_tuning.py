@@ -13,12 +13,15 @@ from sagebwd.kernels.common import padded_dim
 from sagebwd.kernels.compile_check import ARCHITECTURES
 
 DIMS = (32, 64, 72, 80, 96, 112, 128, 192, 256)
-GRID = list(itertools.product(ARCHITECTURES, DIMS, BLOCKS, BLOCKS, (False, True)))
+RULES = ({}, {"smooth_q": True}, {"products": "scores"})
+GRID = list(itertools.product(ARCHITECTURES, DIMS, BLOCKS, BLOCKS, RULES))
 
 
 def launches(arch, dim, config, monkeypatch):
     monkeypatch.setattr(tuning, "capability", lambda device: arch)
     args = (torch.device("cpu"), padded_dim(dim), config)
+    if config.products == "scores":
+        return [part(*args) for part in (tuning.scores_forward, tuning.scores_backward_kv, tuning.scores_backward_q)]
     by_key = [part.launch for part in tuning.backward_kv(*args)]
     return [tuning.forward(*args), *by_key, tuning.backward_q(*args)]
 
@@ -30,22 +33,22 @@ def test_dk_and_dv_are_each_computed_once(monkeypatch):
 
 
 def test_every_call_is_launched_within_the_limits_or_refused(monkeypatch):
-    for arch, dim, q, k, smooth_q in GRID:
-        config = QuantConfig(block_q=q, block_k=k, smooth_q=smooth_q)
+    for arch, dim, q, k, rule in GRID:
+        config = QuantConfig(block_q=q, block_k=k, **rule)
         if tuning.refusal(arch, dim, config) is None:
             assert all(1 <= launch.stages <= 3 for launch in launches(arch, dim, config, monkeypatch))
 
 
 def test_the_remedy_of_a_refusal_is_accepted():
     refused = 0
-    for arch, dim, q, k, smooth_q in GRID:
-        reason = tuning.refusal(arch, dim, QuantConfig(block_q=q, block_k=k, smooth_q=smooth_q))
+    for arch, dim, q, k, rule in GRID:
+        reason = tuning.refusal(arch, dim, QuantConfig(block_q=q, block_k=k, **rule))
         if reason is None:
             continue
         refused += 1
         if match := re.search(r"set both to (\d+)$", reason):
             block = int(match[1])
-            assert tuning.refusal(arch, dim, QuantConfig(block_q=block, block_k=block, smooth_q=smooth_q)) is None
+            assert tuning.refusal(arch, dim, QuantConfig(block_q=block, block_k=block, **rule)) is None
         else:
             assert re.search(r"QuantConfig\.block_[qk] is 16: on a GPU set it to 32 or more$", reason)
     assert refused
@@ -54,8 +57,8 @@ def test_the_remedy_of_a_refusal_is_accepted():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dim", DIMS)
 def test_the_default_runs_everywhere(arch, dim):
-    assert tuning.refusal(arch, dim, QuantConfig()) is None
-    assert tuning.refusal(arch, dim, QuantConfig(smooth_q=True)) is None
+    for rule in RULES:
+        assert tuning.refusal(arch, dim, QuantConfig(**rule)) is None
 
 
 def test_a_big_tile_gets_a_shorter_pipeline_on_a_small_gpu(monkeypatch):

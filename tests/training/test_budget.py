@@ -78,6 +78,10 @@ def test_sequences_that_cannot_be_shared(parallel: dict, context: int, complaint
         ({"data": {"context": 512, "pack": True}}, "data.pack is true, .* set data.pack to false, or parallel.context"),
         ({"attention": {"quant": {"smooth_q": True}}}, "set attention.quant.smooth_q to false, or parallel.context to"),
         ({"attention": {"quant": {"project": True}}}, "set attention.quant.project to false, or parallel.context to 1"),
+        (
+            {"attention": {"quant": {"products": "scores"}}},
+            "quant.products is scores, .* set attention.quant.products to all",
+        ),
     ],
 )
 def test_sequences_that_context_ranks_cannot_share(sections: dict, complaint: str) -> None:

@@ -149,6 +149,7 @@ CHANGES = {
     "data.pack": {"data": {"pack": True}},
     "attention.kind": {"attention": {"kind": "fpa"}},
     "attention.quant.granularity": {"attention": {"quant": {"granularity": "tile"}}},
+    "attention.quant.products": {"attention": {"quant": {"products": "scores"}}},
     "train.tokens_per_step": {"train": {"tokens_per_step": 512}},
     "train.precision": {"train": {"precision": "bf16"}},
     "seed": {"seed": 4},

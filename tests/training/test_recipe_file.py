@@ -83,6 +83,12 @@ def test_a_recipe_never_inherits_its_name(write) -> None:
         ("optimizer.lr=1e999", "optimizer.lr is inf in the command line: it must be a finite number"),
         ("attention.kind=flash", "attention.kind is 'flash' in the command line: it must be 'fpa' or 'sagebwd'"),
         ("attention.quant.block_q=48", "block_q is 48: choose one of (16, 32, 64, 128)"),
+        ("attention.quant.products=score", "attention.quant.products is 'score' in the command line: it must be 'all'"),
+        (
+            "attention.quant={products: scores, delta: matched}",
+            "delta is 'matched', which has no meaning with products='scores', where only Q K^T is INT8: leave it at "
+            "'stale', or set products to 'all'",
+        ),
         ("name=../x", "name is '../x'"),
         ("layers", "the override 'layers' must be key=value"),
         ("data.files=[a", "the override 'data.files=[a'"),
