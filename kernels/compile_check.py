@@ -87,6 +87,7 @@ def subset(arch: int) -> list[Job]:
         Job(arch, 256, bf16, "causal", QuantConfig()),
         Job(arch, 64, bf16, "causal", QuantConfig(project=True)),
         Job(arch, 128, bf16, "causal", QuantConfig(delta="matched"), context=True),
+        Job(arch, 128, bf16, "causal", QuantConfig(products="scores")),
     ]
     turn = ARCHITECTURES.index(arch) + int(triton.__version__.split(".")[1])
     hopper = [
@@ -104,10 +105,12 @@ def full(arch: int) -> Iterator[Job]:
         for rules in itertools.product(("row", "tile"), ("stale", "matched"), (True, False), (True, False)):
             names = ("granularity", "delta", "smooth_k", "smooth_q")
             yield Job(arch, dim, dtype, mask, QuantConfig(**dict(zip(names, rules, strict=True))), packed)
+        yield Job(arch, dim, dtype, mask, QuantConfig(products="scores"), packed)
     for dim, mask, granularity in itertools.product((64, 128, 256), ("full", "causal", "window"), ("row", "tile")):
         yield Job(arch, dim, torch.bfloat16, mask, QuantConfig(granularity=granularity, project=True))
-    for dim, q, k, smooth_q in itertools.product((64, 128, 256), (32, 64, 128), (32, 64, 128), (False, True)):
-        yield Job(arch, dim, torch.bfloat16, "causal", QuantConfig(block_q=q, block_k=k, smooth_q=smooth_q))
+    rules = ({}, {"smooth_q": True}, {"products": "scores"})
+    for dim, q, k, rule in itertools.product((64, 128, 256), (32, 64, 128), (32, 64, 128), rules):
+        yield Job(arch, dim, torch.bfloat16, "causal", QuantConfig(block_q=q, block_k=k, **rule))
     for dim, dtype, granularity, delta in itertools.product(*options[:2], ("row", "tile"), ("stale", "matched")):
         yield Job(arch, dim, dtype, "causal", QuantConfig(granularity=granularity, delta=delta), context=True)
 

@@ -37,6 +37,7 @@ RULES = {
     "smooth_q": QuantConfig(smooth_q=True),
     "project": QuantConfig(project=True),
     "project, tile": QuantConfig(project=True, granularity="tile", smooth_k=False),
+    "scores": QuantConfig(products="scores"),
 }
 
 
@@ -44,12 +45,14 @@ def cases() -> list[Case]:
     rules = [
         Case(dim, causal, config) for dim, causal, config in itertools.product((64, 128), (True, False), RULES.values())
     ]
-    masks = [Case(64, True, config, window=70) for config in (RULES["row"], RULES["smooth_q"])]
+    masks = [Case(64, True, RULES[name], window=70) for name in ("row", "smooth_q", "scores")]
     documents = [
         Case(64, True, config, window, packed=True)
-        for config, window in itertools.product((RULES["row"], RULES["smooth_q"], RULES["project"]), (None, 70))
+        for config, window in itertools.product(
+            (RULES["row"], RULES["smooth_q"], RULES["project"], RULES["scores"]), (None, 70)
+        )
     ]
-    dims = [Case(dim, True, RULES["row"]) for dim in (32, 72, 256)]
+    dims = [Case(dim, True, RULES[name]) for dim, name in itertools.product((32, 72, 256), ("row", "scores"))]
     lengths = [Case(dim, True, RULES["row"], m=m, n=n) for dim in (64, 128) for m, n in ((1, 1), (257, 65), (512, 512))]
     return [*rules, *masks, *documents, *dims, *lengths]
 

@@ -31,19 +31,29 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         parts = [str(self.dtype).removeprefix("torch."), f"head dim {self.dim}", "causal" if self.causal else "full"]
-        parts += [f"GQA {self.group}"] * (self.group > 1) + [f"P and dS per {self.config.granularity}"]
-        parts += [f"delta {self.config.delta}"] + ["Hopper's kernels"] * self.hopper
+        parts += [f"GQA {self.group}"] * (self.group > 1)
+        if self.config.products == "scores":
+            parts += ["only Q K^T in INT8"]
+        else:
+            parts += [f"P and dS per {self.config.granularity}", f"delta {self.config.delta}"]
+        parts += ["Hopper's kernels"] * self.hopper
         return ", ".join(parts)
 
 
 ROW, TILE = QuantConfig(), QuantConfig(granularity="tile", delta="matched")
+SCORES = QuantConfig(products="scores")
 ON_GPU = [
     Case(torch.bfloat16, 128, True, 1, ROW),
     Case(torch.bfloat16, 64, False, 4, ROW),
     Case(torch.float16, 72, True, 2, TILE),
+    Case(torch.bfloat16, 128, True, 2, SCORES),
 ]
 ON_HOPPER = [case._replace(hopper=True) for case in ON_GPU[:2]]
-INTERPRETED = [Case(torch.float16, 64, True, 2, ROW), Case(torch.float32, 40, False, 1, TILE)]
+INTERPRETED = [
+    Case(torch.float16, 64, True, 2, ROW),
+    Case(torch.float32, 40, False, 1, TILE),
+    Case(torch.float16, 64, True, 1, SCORES),
+]
 
 
 def cases() -> list[Case]:

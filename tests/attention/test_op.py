@@ -22,7 +22,6 @@ CONFIGS = {
     "smooth-q": QuantConfig(block_k=32, smooth_q=True),
     "smooth-q-alone": QuantConfig(granularity="tile", delta="matched", smooth_k=False, smooth_q=True),
     "scores": QuantConfig(products="scores"),
-    "scores-alone": QuantConfig(products="scores", smooth_k=False),
 }
 
 
