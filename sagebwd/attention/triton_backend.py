@@ -104,7 +104,7 @@ def backward(
         other=o if config.delta == "stale" else None, documents=of_q,
     )  # fmt: skip
     dq, dk, dv = (_result_like(x, packed) for x in (o, v, v))
-    if scores_only:  # rounded again: INT8 forms beside q and k would be half as much again to keep
+    if scores_only:  # rounded again: INT8 forms beside q and k would be a quarter more to keep
         q8, _ = quantise(q, config.block_q, rows=True, columns=False, documents=of_q)
         k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, smoothed=True, documents=of_k)
         scores.backward(q8, k8, statistics, q, do, v, dq, dk, dv, **options)
