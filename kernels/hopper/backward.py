@@ -15,7 +15,7 @@ from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.backward_kv import hopper_backward_kv
 from sagebwd.kernels.hopper.backward_q import hopper_backward_q
-from sagebwd.kernels.hopper.descriptors import descriptor, tma_strides, unreadable
+from sagebwd.kernels.hopper.descriptors import descriptor, tokens, unreadable, whole_rows
 from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
 
@@ -90,8 +90,8 @@ def key_side(
     numbers = (h, h // kv_heads, m, n, shift, q.rows.shape[1], k.rows.shape[1])
     scales = (softmax_scale, softmax_scale * tuning.LOG2E)
     descriptors = (
-        _rows(k.rows), _given(v), _rows(q.rows), _columns(q.columns), _given(do), _columns(do_quantised.columns),
-        _vector(lse2), _vector(delta),
+        whole_rows(k.rows, BLOCK), tokens(v, BLOCK), whole_rows(q.rows, BLOCK), _columns(q.columns),
+        tokens(do, BLOCK), _columns(do_quantised.columns), _vector(lse2), _vector(delta),
     )  # fmt: skip
     tensors = (*descriptors, q.scale, do_quantised.scale, k.scale, dk, dv)
     for pinned, for_dk, for_dv in KEY_LAUNCHES[dim]:
@@ -115,7 +115,8 @@ def query_side(
     launch(
         hopper_backward_q, b * h * row_tiles,
         (
-            _rows(q.rows), _given(do), _rows(k.rows), _columns(k.columns), _given(v), q.scale, k.scale, lse2, delta, dq,
+            whole_rows(q.rows, BLOCK), tokens(do, BLOCK), whole_rows(k.rows, BLOCK), _columns(k.columns),
+            tokens(v, BLOCK), q.scale, k.scale, lse2, delta, dq,
         ),
         (
             *dq.stride(), h, h // kv_heads, m, n, q.rows.shape[1], k.rows.shape[1], softmax_scale,
@@ -129,18 +130,9 @@ def _constants(pinned: Launch) -> dict[str, int]:
     return {"GROUPS": pinned.groups, "STAGES": pinned.stages, "REGISTERS": pinned.registers}
 
 
-def _rows(x: Tensor) -> TensorDescriptor:
-    bh, length, dp = x.shape
-    return descriptor(x, (bh * length, dp), (dp, 1), (BLOCK, dp))
-
-
 def _columns(x: Tensor) -> TensorDescriptor:
     bh, dp, length = x.shape
     return descriptor(x, (bh * dp, length), (length, 1), (dp, BLOCK))
-
-
-def _given(x: Tensor) -> TensorDescriptor:
-    return descriptor(x, tuple(x.shape), tma_strides(x), (1, 1, BLOCK, x.shape[-1]))
 
 
 def _vector(x: Tensor) -> TensorDescriptor:

@@ -20,6 +20,19 @@ def descriptor(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], bloc
     return made
 
 
+def whole_rows(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` rows (at most 128 elements of each) of a workspace [heads, rows, width], as matrix units read
+    them."""
+    *_, width = x.shape
+    return descriptor(x, (x.numel() // width, width), (width, 1), (rows, min(width, 128)))
+
+
+def tokens(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` tokens of x [B, H, L, D] as it came, zeros past the last one. Any strides that are not
+    `unreadable`."""
+    return descriptor(x, tuple(x.shape), tma_strides(x), (1, 1, rows, x.shape[-1]))
+
+
 def tma_strides(x: Tensor) -> tuple[int, ...]:
     """x's strides; where a dimension has one element its stride does not matter, and is made one that TMA takes."""
     *outer, inner = x.stride()

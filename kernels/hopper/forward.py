@@ -17,11 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
-from sagebwd.kernels.hopper.descriptors import descriptor
+from sagebwd.kernels.hopper.descriptors import whole_rows
 from sagebwd.kernels.hopper.operands import exp2, left_operand, rescale
 from sagebwd.kernels.hopper.schedule import item, items, key_tiles
 from sagebwd.kernels.launch import launch
@@ -292,12 +291,6 @@ def _hopper_forward(
     )  # fmt: skip
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` whole rows of [heads, L, D'] int8 (at most 128 bytes of a row), as matrix units read them."""
-    *_, width = x.shape
-    return descriptor(x, (x.numel() // width, width), (width, 1), (rows, min(width, 128)))
-
-
 def forward(
     q: Quantised, k: Quantised, v: Quantised, k_source: Tensor, o: Tensor,
     *, causal: bool, softmax_scale: float, config: QuantConfig,
@@ -318,7 +311,7 @@ def forward(
     launch(
         _hopper_forward, min(tuning.processors(o.device), units),
         (
-            _descriptor(q.rows, ROWS.value), _descriptor(k.rows, BN.value), _descriptor(v.columns, dp),
+            whole_rows(q.rows, ROWS.value), whole_rows(k.rows, BN.value), whole_rows(v.columns, dp),
             q.scale, k.scale, v.scale, o, lse2,
         ),
         (*o.stride(), h, h // kv_heads, m, n, m_pad, n_pad, softmax_scale * tuning.LOG2E, row_tiles, b * h),
