@@ -44,6 +44,13 @@ class HopperLaunch(NamedTuple):
     registers: int
 
 
+class HopperBackwardLaunch(NamedTuple):
+    """stages: tiles of queries in flight. registers: of a thread that computes."""
+
+    stages: int
+    registers: int
+
+
 class KeyLaunch(NamedTuple):
     """A launch of the key kernel: for dK, for dV, or for both."""
 
@@ -69,6 +76,16 @@ def pairs(dp: int, block_k: int, smooth_q: bool) -> bool:
 def hopper_forward() -> HopperLaunch:
     """192 KiB of shared memory at D = 128, and all registers that two warpgroups can have beside the one that loads."""
     return HopperLaunch(stages=4, slots=2, registers=240)
+
+
+def hopper_scores_forward() -> HopperLaunch:
+    """224 KiB of shared memory at D = 128."""
+    return HopperLaunch(stages=4, slots=2, registers=240)
+
+
+def hopper_scores_backward(dim: int) -> HopperBackwardLaunch:
+    """194 KiB of shared memory at D = 128, where a third stage would not fit; 156 at D = 64."""
+    return HopperBackwardLaunch(stages=2 if dim == 128 else 4, registers=240)
 
 
 def backward_kv(device: torch.device, dp: int, config: QuantConfig) -> tuple[KeyLaunch, ...]:
