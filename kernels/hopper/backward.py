@@ -15,7 +15,7 @@ from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.backward_kv import hopper_backward_kv
 from sagebwd.kernels.hopper.backward_q import hopper_backward_q
-from sagebwd.kernels.hopper.descriptors import descriptor, tokens, unreadable, whole_rows
+from sagebwd.kernels.hopper.descriptors import descriptor, tokens, unreadable, vector, whole_rows
 from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
 
@@ -91,7 +91,7 @@ def key_side(
     scales = (softmax_scale, softmax_scale * tuning.LOG2E)
     descriptors = (
         whole_rows(k.rows, BLOCK), tokens(v, BLOCK), whole_rows(q.rows, BLOCK), _columns(q.columns),
-        tokens(do, BLOCK), _columns(do_quantised.columns), _vector(lse2), _vector(delta),
+        tokens(do, BLOCK), _columns(do_quantised.columns), vector(lse2, BLOCK), vector(delta, BLOCK),
     )  # fmt: skip
     tensors = (*descriptors, q.scale, do_quantised.scale, k.scale, dk, dv)
     for pinned, for_dk, for_dv in KEY_LAUNCHES[dim]:
@@ -133,7 +133,3 @@ def _constants(pinned: Launch) -> dict[str, int]:
 def _columns(x: Tensor) -> TensorDescriptor:
     bh, dp, length = x.shape
     return descriptor(x, (bh * dp, length), (length, 1), (dp, BLOCK))
-
-
-def _vector(x: Tensor) -> TensorDescriptor:
-    return descriptor(x, (x.numel(),), (1,), (BLOCK,))

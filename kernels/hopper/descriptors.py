@@ -33,6 +33,11 @@ def tokens(x: Tensor, rows: int) -> TensorDescriptor:
     return descriptor(x, tuple(x.shape), tma_strides(x), (1, 1, rows, x.shape[-1]))
 
 
+def vector(x: Tensor, length: int) -> TensorDescriptor:
+    """Tiles of `length` elements of a contiguous x."""
+    return descriptor(x, (x.numel(),), (1,), (length,))
+
+
 def tma_strides(x: Tensor) -> tuple[int, ...]:
     """x's strides; where a dimension has one element its stride does not matter, and is made one that TMA takes."""
     *outer, inner = x.stride()
