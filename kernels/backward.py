@@ -430,19 +430,24 @@ def key_side(
 
 def on_hopper(
     do: Tensor, v: Tensor, config: QuantConfig, *,
-    queries: int, keys: int, causal: bool = True, window: int | None = None, packed: bool = False,
+    queries: int, keys: int, causal: bool = True, window: int | None = None, packed: bool = False, **others: Tensor,
 ) -> bool:  # fmt: skip
     """Whether the kernels for Hopper GPUs take this call; why not is logged once on such a GPU.
 
-    queries, keys: tokens of the sequence, of which do and v may be a part.
+    queries, keys: tokens of the sequence, of which do and v may be a part. others: with products="scores" what the
+    kernels read or write besides do and v, by name.
     """
     capability = tuning.capability(do.device)
     if capability != 90 or not isinstance(_backward_q, triton.runtime.JITFunction):  # the interpreter knows no Gluon
         return False
-    from sagebwd.kernels.hopper import slower
+    from sagebwd.kernels.hopper import scores, slower
     from sagebwd.kernels.hopper.backward import backward_refusal  # Gluon: nobody else needs it
 
-    why = backward_refusal(capability, do.shape[-1], config, window=window is not None, packed=packed, tensors=(do, v))
+    dim, mask = do.shape[-1], {"window": window is not None, "packed": packed}
+    if config.products == "scores":
+        why = scores.backward_refusal(capability, dim, config, **mask, tensors={"dO": do, "V": v, **others})
+    else:
+        why = backward_refusal(capability, dim, config, **mask, tensors=(do, v))
     why = why or slower(tuning.HOPPER_BACKWARD, queries, keys, causal)
     if why and why not in _said:
         _said.add(why)

@@ -114,10 +114,21 @@ def answer(device: torch.device, dtype: torch.dtype, dim: int, mask: str) -> Ans
     finally:
         log.setLevel(level)
     if backend == "triton":
-        from sagebwd.attention import triton_backend  # brings Triton along
-
-        return Answer(backend, triton_backend.kernels(x, QuantConfig(), window=window, packed=None))
+        return Answer(backend, _kernels(x, window))
     return Answer(backend, INTERPRETED if backend == "triton-interpreter" else f"not the kernels: {_why_no_gpu()}")
+
+
+def _kernels(x: torch.Tensor, window: int | None) -> str:
+    """By default, and with products: scores, which has kernels of its own."""
+    from sagebwd.attention import triton_backend  # brings Triton along
+
+    default, scores = (
+        triton_backend.kernels(x, QuantConfig(products=products), window=window, packed=None).split("; ")
+        for products in ("all", "scores")
+    )
+    if [part.split(" (")[0] for part in default] == [part.split(" (")[0] for part in scores]:
+        return "; ".join([*default, "with products: scores as well"])
+    return "; ".join([*default, *(f"with products: scores {part}" for part in scores)])
 
 
 def _dims_and_masks(by_dim: dict[int, list[str]]) -> str:

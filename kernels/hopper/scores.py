@@ -25,12 +25,12 @@ def refusal(
     if capability != 90:
         return f"they need compute capability 9.0, and the GPU has {capability / 10:.1f}"
     if dim not in DIMS:
-        return f"with products='scores' they know head dims {' and '.join(map(str, DIMS))}"
+        return f"they know head dims {' and '.join(map(str, DIMS))}"
     if packed or window:
         return "they take no packed documents" if packed else "they take no window"
     for name in ("block_q", "block_k"):
         if getattr(config, name) != BLOCK:
-            return f"with products='scores' they know {name}={BLOCK}, not {getattr(config, name)}"
+            return f"they know {name}={BLOCK}, not {getattr(config, name)}"
     for name, x in tensors.items():
         if unreadable(x):
             return f"TMA takes rows that begin at multiples of 16 bytes, and {name} has strides {x.stride()}"

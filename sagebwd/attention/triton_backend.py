@@ -10,8 +10,12 @@ from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import backward as backward_kernels
 from sagebwd.kernels import forward as forward_kernels
 from sagebwd.kernels import hopper, scores, tuning
+from sagebwd.kernels.hopper import backward_scores as hopper_backward_scores
 from sagebwd.kernels.hopper import forward as hopper_forward
+from sagebwd.kernels.hopper import forward_scores as hopper_forward_scores
+from sagebwd.kernels.hopper import scores as hopper_scores
 from sagebwd.kernels.hopper.backward import backward_refusal
+from sagebwd.kernels.hopper.scores_rows import round_dq
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, Tables, tables
 from sagebwd.kernels.quantise import Quantised, quantise, transpose
@@ -19,20 +23,25 @@ from sagebwd.kernels.quantise import Quantised, quantise, transpose
 Saved = tuple[Tensor | None, ...]
 
 
-def refused_by_hopper(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str | None:
-    """Why a forward of queries x [B, H, M, D] takes the portable kernel; None: it takes Hopper's."""
+def refused_by_hopper(
+    x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None, v: Tensor | None = None
+) -> str | None:
+    """Why a forward of queries x [B, H, M, D] takes the portable kernel; None: it takes Hopper's. v [B, K, N, D]: read
+    as it is with products="scores"; None: any that TMA can read."""
     if backend_for(x) == "triton-interpreter":
         return "Triton's interpreter does not run them"
-    capability = tuning.capability(x.device)
-    return hopper.refusal(capability, x.shape[-1], config, window=window is not None, packed=packed is not None)
+    capability, mask = tuning.capability(x.device), {"window": window is not None, "packed": packed is not None}
+    if config.products == "scores":
+        return hopper_scores.refusal(capability, x.shape[-1], config, **mask, tensors={} if v is None else {"V": v})
+    return hopper.refusal(capability, x.shape[-1], config, **mask)
 
 
 def takes_hopper(
-    x: Tensor, config: QuantConfig, *,
-    queries: int, keys: int, causal: bool = True, window: int | None = None, packed: Packed | None = None,
+    x: Tensor, config: QuantConfig, *, queries: int, keys: int,
+    causal: bool = True, window: int | None = None, packed: Packed | None = None, v: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Whether Hopper's forward serves queries x [B, H, M, D] of a sequence of `queries` and `keys`."""
-    if refused_by_hopper(x, config, window=window, packed=packed) is not None:
+    if refused_by_hopper(x, config, window=window, packed=packed, v=v) is not None:
         return False
     return hopper.slower(tuning.HOPPER_FORWARD, queries, keys, causal) is None
 
@@ -40,7 +49,8 @@ def takes_hopper(
 def kernels(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
     """For people: which kernels such a call takes on a GPU, forward and backward, and why not the faster ones."""
     capability, mask = tuning.capability(x.device), {"window": window is not None, "packed": packed is not None}
-    why_not = backward_refusal(capability, x.shape[-1], config, **mask)
+    refusal = hopper_scores.backward_refusal if config.products == "scores" else backward_refusal
+    why_not = refusal(capability, x.shape[-1], config, **mask)
     forward = forward_kernel(x, config, window=window, packed=packed)
     return f"{forward}; {_in_words('backward', why_not, tuning.HOPPER_BACKWARD)}"
 
@@ -67,7 +77,7 @@ def forward(
     """As `reference.forward` (`forward_packed`): o [B, H, M, D] with q's dtype and memory order, and the tensors saved
     for backward. With `packed` B is 1."""
     mask = {"causal": causal, "window": window, "packed": packed}
-    on_hopper = takes_hopper(q, config, queries=q.shape[-2], keys=k.shape[-2], **mask)
+    on_hopper = takes_hopper(q, config, queries=q.shape[-2], keys=k.shape[-2], v=v, **mask)
     documents, window = _tables(packed, q, k), _clipped(window, k)
     q_documents, k_documents = (None, None) if documents is None else documents
     k_mean = key_mean(k, k_documents) if config.smooth_k else None
@@ -76,7 +86,10 @@ def forward(
     o = _result_like(q, packed)
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
     if config.products == "scores":
-        lse2 = scores.forward(q8, k8, v, o, window=window, documents=q_documents, **options)
+        if on_hopper:
+            lse2 = hopper_forward_scores.forward(q8, k8, v, o, causal=causal, softmax_scale=softmax_scale)
+        else:
+            lse2 = scores.forward(q8, k8, v, o, window=window, documents=q_documents, **options)
         return o, (v, o, lse2, None, None, None, None, None, q, k, k_mean)
     v8, _ = quantise(v, config.block_k, rows=False, columns=True, documents=k_documents)
     if on_hopper:
@@ -93,27 +106,52 @@ def backward(
     *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv): dq in the dtype and memory order of o, dk and dv in those of v."""
-    v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, q, k, k_mean = saved
+    if config.products == "scores":
+        return _backward_of_scores(do, saved, causal, softmax_scale, config, window, packed)
+    v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, _, k, k_mean = saved
     documents, window = _tables(packed, o, v), _clipped(window, v)
-    of_q, of_k = (None, None) if documents is None else documents
+    of_q = None if documents is None else documents.q
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
     options |= {"window": window, "documents": documents}
-    scores_only = config.products == "scores"
     do8, statistics = quantise(
-        do, config.block_q, rows=False, columns=not scores_only, lse2=lse2,
+        do, config.block_q, rows=False, columns=True, lse2=lse2,
         other=o if config.delta == "stale" else None, documents=of_q,
     )  # fmt: skip
     dq, dk, dv = (_result_like(x, packed) for x in (o, v, v))
-    if scores_only:  # rounded again: INT8 forms beside q and k would be a quarter more to keep
-        q8, _ = quantise(q, config.block_q, rows=True, columns=False, documents=of_q)
-        k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, smoothed=True, documents=of_k)
-        scores.backward(q8, k8, statistics, q, do, v, dq, dk, dv, **options)
-        return dq, dk, dv
     q8 = Quantised(q_rows, transpose(q_rows), q_scale, q_mean)
     k8 = Quantised(k_rows, transpose(k_rows), k_scale, None)
     backward_kernels.backward(
         q8, k8, do8, statistics, do, v, v if k is None else k, k_mean, dq, dk, dv, **options
     )  # fmt: skip
+    return dq, dk, dv
+
+
+def _backward_of_scores(
+    do: Tensor, saved: Saved, causal: bool, softmax_scale: float, config: QuantConfig,
+    window: int | None, packed: Packed | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Q and K are rounded again: their INT8 forms beside them would be a quarter more to keep."""
+    v, o, lse2, *_, q, k, k_mean = saved
+    documents, window = _tables(packed, o, v), _clipped(window, v)
+    of_q, of_k = (None, None) if documents is None else documents
+    q8, _ = quantise(q, config.block_q, rows=True, columns=False, documents=of_q)
+    dk, dv = (_result_like(v, packed) for _ in range(2))
+    sizes = {"queries": do.shape[-2], "keys": v.shape[-2], "causal": causal, "window": window}
+    tensors = {"Q": q, "dK": dk, "dV": dv}
+    if backward_kernels.on_hopper(do, v, config, **sizes, packed=packed is not None, **tensors):
+        k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, smoothed_to=dk)
+        options = {"causal": causal, "softmax_scale": softmax_scale}
+        sums = hopper_backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
+        del q8, k8  # before dQ is made, so that the peak is no higher than SDPA's
+        dq = _result_like(o, packed)
+        round_dq(sums, dq, softmax_scale)
+        return dq, dk, dv
+    _, statistics = quantise(do, config.block_q, rows=False, columns=False, lse2=lse2, other=o, documents=of_q)
+    k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, smoothed=True, documents=of_k)
+    dq = _result_like(o, packed)
+    options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
+    options |= {"window": window, "documents": documents}
+    scores.backward(q8, k8, statistics, q, do, v, dq, dk, dv, **options)
     return dq, dk, dv
 
 
