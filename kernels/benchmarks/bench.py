@@ -24,6 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="fewer lengths, no GQA: well under a minute")
+    parser.add_argument("--scores", action="store_true", help="also SageBwd with products=scores: INT8 in Q K^T alone")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the results go [kernels/benchmarks/results/GPU]")
     parser.add_argument("--commit", help="the commit that is measured, where the code is no git checkout")
     options = parser.parse_args(argv)
@@ -34,10 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = re.sub(r"[^a-z0-9]+", "-", gpus[0].name.lower()).strip("-")
     folder = options.out or RESULTS / (name + ("-quick" if options.quick else ""))
     command = shlex.join(["python", "-m", "sagebwd.kernels.benchmarks.bench", *(argv or sys.argv[1:])])
-    return _bench(options.quick, folder, gpus[0].name, options.commit or machine.commit(), command)
+    commit = options.commit or machine.commit()
+    return _bench(options.quick, options.scores, folder, gpus[0].name, commit, command)
 
 
-def _bench(quick: bool, folder: Path, gpu: str, commit: str | None, command: str) -> int:
+def _bench(quick: bool, scores: bool, folder: Path, gpu: str, commit: str | None, command: str) -> int:
     import torch
     from tqdm import tqdm
 
@@ -47,12 +49,12 @@ def _bench(quick: bool, folder: Path, gpu: str, commit: str | None, command: str
 
     start = time.monotonic()
     grid = shapes(quick)
-    attentions, missing = peers.attentions()
+    attentions, missing = peers.attentions(scores)
     kinds = list({shape.kind: shape for shape in grid}.values())
     print(f"{gpu}: checking {', '.join(a.name for a in attentions)} on {len(kinds)} kinds of shape", flush=True)
     for peer, reason in missing.items():
         print(f"  without {peer}: {reason}")
-    gates = gate.gate(kinds)
+    gates = gate.gate(kinds, scores)
     red = [result for result in gates if result.failure]
     for result in red:
         print(f"error: {result.attention}, {result.shape.kind}, N={result.shape.length}: {result.failure}")

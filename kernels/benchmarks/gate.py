@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,22 +30,20 @@ class Result(NamedTuple):
     unavailable: str  # why a peer does not run this kind of shape; empty: it runs
 
 
-def gate(kinds: list[Shape]) -> list[Result]:
+def gate(kinds: list[Shape], scores: bool) -> list[Result]:
     """Checks each attention on each kind of shape (the length is the gate's own), several processes at a time: they
     leave what Triton compiles in its cache, which the measurement then reads."""
     jobs = [kind._replace(length=length) for kind in kinds for length in LENGTHS]
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1, 8)) as pool:
-        return [result for results in pool.imap(check, jobs, chunksize=1) for result in results]
+        return [result for results in pool.imap(partial(check, scores=scores), jobs, chunksize=1) for result in results]
 
 
-def check(shape: Shape) -> list[Result]:
+def check(shape: Shape, scores: bool) -> list[Result]:
     torch.set_num_threads(1)
     q, k, v, do = shape.tensors(batch=1)
     truth = _truth(q, k, v, do, shape.causal)
-    specified = _specified(q, k, v, do, shape.causal)
-    limits = {name: SLACK * error for name, error in _errors(specified, truth).items()}
     results = []
-    for attention in attentions()[0]:
+    for attention in attentions(scores)[0]:
         try:
             with attention.as_checked():
                 o = attention.run(q, k, v, shape.causal)
@@ -60,6 +59,8 @@ def check(shape: Shape) -> list[Result]:
             failure = _over(errors, dict.fromkeys(NAMES, FULL_PRECISION), "the truth in FP64")
             results.append(Result(shape, attention.name, errors, None, failure, ""))
             continue
+        specified = _specified(q, k, v, do, shape.causal, attention.config)
+        limits = {name: SLACK * error for name, error in _errors(specified, truth).items()}
         distance = _errors(actual, specified)
         failure = _over(distance, dict.fromkeys(NAMES, AGAINST_REFERENCE), "the reference")
         failure = failure or _over(errors, limits, "the truth in FP64")
@@ -77,8 +78,8 @@ def _errors(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> dict[st
     return {name: ((a.double() - e.double()).norm() / e.double().norm()).item() for name, a, e in pairs}
 
 
-def _specified(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    args = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5, "config": QuantConfig()}
+def _specified(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, config: QuantConfig) -> tuple[Tensor, ...]:
+    args = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5, "config": config}
     with torch.no_grad():
         o, saved = reference.forward(q, k, v, **args)
         grads = reference.backward(do, v, o, saved, n=k.shape[-2], **args)

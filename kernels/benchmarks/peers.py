@@ -11,21 +11,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from sagebwd.attention import sage_attention
+from sagebwd.attention import QuantConfig, sage_attention
 from sagebwd.kernels import hopper, tuning
 
-SAGE, PORTABLE, FLASH, CUDNN, FA4 = "SageBwd", "SageBwd portable", "SDPA flash", "SDPA cuDNN", "flash-attn-4"
-OURS = (SAGE, PORTABLE)
+SAGE, PORTABLE, SCORES = "SageBwd", "SageBwd portable", "SageBwd scores"
+FLASH, CUDNN, FA4 = "SDPA flash", "SDPA cuDNN", "flash-attn-4"
+OURS = (SAGE, PORTABLE, SCORES)
 
 
 class Attention(NamedTuple):
     """run(q, k, v, causal) -> o, all [batch, heads, tokens, dim], K and V with fewer heads for GQA; differentiable.
 
-    Its backward too must be called inside `as_timed`, or `as_checked`, which choose SageBwd's kernels.
+    Its backward too must be called inside `as_timed`, or `as_checked`, which choose SageBwd's kernels. config: of ours.
     """
 
     name: str
     run: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+    config: QuantConfig = QuantConfig()
 
     @property
     def ours(self) -> bool:
@@ -40,11 +42,15 @@ class Attention(NamedTuple):
         return hopper.switched("0" if self.name == PORTABLE else "1")
 
 
-def attentions() -> tuple[list[Attention], dict[str, str]]:
-    """Those that can be imported here, ours first, and why others cannot. That one computes right, `gate` says."""
+def attentions(scores: bool) -> tuple[list[Attention], dict[str, str]]:
+    """Those that can be imported here, ours first, and why others cannot. That one computes right, `gate` says.
+
+    scores: SageBwd with products="scores" among them.
+    """
     found = [
-        Attention(SAGE, _sage),
-        *([Attention(PORTABLE, _sage)] if tuning.capability(torch.device("cuda")) == 90 else []),
+        _sage(SAGE),
+        *([_sage(PORTABLE)] if tuning.capability(torch.device("cuda")) == 90 else []),
+        *([_sage(SCORES, QuantConfig(products="scores"))] if scores else []),
         Attention(FLASH, _sdpa(SDPBackend.FLASH_ATTENTION)),
         Attention(CUDNN, _sdpa(SDPBackend.CUDNN_ATTENTION)),
     ]
@@ -61,8 +67,11 @@ def attentions() -> tuple[list[Attention], dict[str, str]]:
     return [*found, Attention(FA4, fa4)], {}
 
 
-def _sage(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return sage_attention(q, k, v, causal=causal)
+def _sage(name: str, config: QuantConfig = QuantConfig()) -> Attention:  # noqa: B008 (frozen)
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return sage_attention(q, k, v, causal=causal, config=config)
+
+    return Attention(name, run, config)
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
