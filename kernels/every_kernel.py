@@ -53,7 +53,10 @@ def cases() -> list[Case]:
         )
     ]
     dims = [Case(dim, True, RULES[name]) for dim, name in itertools.product((32, 72, 256), ("row", "scores"))]
-    lengths = [Case(dim, True, RULES["row"], m=m, n=n) for dim in (64, 128) for m, n in ((1, 1), (257, 65), (512, 512))]
+    lengths = [
+        Case(dim, True, RULES[name], m=m, n=n)
+        for dim, name, (m, n) in itertools.product((64, 128), ("row", "scores"), ((1, 1), (257, 65), (512, 512)))
+    ]
     return [*rules, *masks, *documents, *dims, *lengths]
 
 

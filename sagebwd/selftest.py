@@ -48,7 +48,7 @@ ON_GPU = [
     Case(torch.float16, 72, True, 2, TILE),
     Case(torch.bfloat16, 128, True, 2, SCORES),
 ]
-ON_HOPPER = [case._replace(hopper=True) for case in ON_GPU[:2]]
+ON_HOPPER = [case._replace(hopper=True) for case in (*ON_GPU[:2], ON_GPU[3])]
 INTERPRETED = [
     Case(torch.float16, 64, True, 2, ROW),
     Case(torch.float32, 40, False, 1, TILE),

@@ -1,6 +1,7 @@
 """Kernels for Hopper (sm_90a) in Gluon: warp-specialised, with TMA and asynchronous INT8 `wgmma`. NOTES.md is the log.
 
-They compute what the portable kernels beside them compute; `refusal` says which calls they leave to those.
+They compute what the portable kernels beside them compute; `refusal` says which calls they leave to those, and `scores`
+which ones with products="scores".
 """
 
 from __future__ import annotations
