@@ -40,6 +40,13 @@ def _log2(x):
     return x.bit_length() - 1
 
 
+@gluon.constexpr_function
+def _slack(dtype):
+    """How far (powers of 2) a row's peak may rise above the anchor before its sums are rescaled: P's type has the
+    range."""
+    return 32.0 if dtype.is_bf16() else 8.0
+
+
 @gluon.jit
 def _stage(g, STAGES: gl.constexpr):
     """Where the g-th of all tiles lies, of STAGES (a power of 2) places that are used in turn."""
@@ -237,8 +244,7 @@ def _compute(
     rings = (k_tiles, v_tiles, k_full, k_empty, v_full, v_empty)
     q_scale, k_scale, o, lse2 = tensors
     heads, _, m, n, m_pad, _, row_tiles, all_heads = sizes
-    # How far (powers of 2) a row's peak may rise above the anchor before its sums are rescaled: P's type has the range.
-    SLACK: gl.constexpr = 32.0 if DTYPE.is_bf16() else 8.0
+    SLACK: gl.constexpr = _slack(DTYPE)
     acc_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     by_part = gl.reshape(gl.full([ROWS, BN], 0, gl.int32, acc_s), [ROWS, PARTS, PART])

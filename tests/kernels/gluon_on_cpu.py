@@ -15,7 +15,8 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
+from triton.language import constexpr
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 PATIENCE = 20.0  # seconds at one barrier: a deadlock
 
@@ -62,10 +63,11 @@ def _binary(name):
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "xor", "and", "lt", "le", "gt", "ge", "eq", "ne"):
-    _function = _binary(_name + "_" if _name == "and" else _name)
+for _name in ("add", "sub", "mul", "floordiv", "mod", "rshift", "xor", "and", "or", "lt", "le", "gt", "ge", "eq", "ne"):
+    _function = _binary(_name + "_" if _name in ("and", "or") else _name)
     setattr(Value, f"__{_name}__", _function)
-Value.__radd__, Value.__rmul__ = Value.__add__, Value.__mul__
+Value.__radd__, Value.__rmul__, Value.__ror__ = Value.__add__, Value.__mul__, Value.__or__
+Value.__rtruediv__ = lambda self, other: Value(_data(other) / self.data)
 Value.__rsub__ = lambda self, other: Value(_data(other) - self.data)
 Value.__hash__ = None
 
@@ -110,6 +112,10 @@ class Shared:
     def load(self, layout):
         return Value(self.data.clone())
 
+    def store(self, values):
+        assert self.data.shape == values.data.shape
+        self.data.copy_(values.data)
+
 
 class Barriers:
     """mbarriers: each counts arrivals and bytes to come, and then its phase ends."""
@@ -146,18 +152,29 @@ class Descriptor:
         self.block, self.layout, self.dtype = host.block_shape, host.layout, host.base.dtype
 
 
-def _copy(descriptor, at, barrier, result):
-    tile = torch.zeros(descriptor.block, dtype=descriptor.dtype)  # outside the tensor: zeros
+def _inside(descriptor, at):
+    """Of a descriptor's tile the part that lies in the tensor: where in the tensor, and where in the tile."""
     source, target = [], []
     for start, size, length in zip(map(int, at), descriptor.block, descriptor.memory.shape, strict=True):
         count = max(0, min(size, length - start))
         source.append(slice(start, start + count))
         target.append(slice(0, count))
-    tile[tuple(target)] = descriptor.memory[tuple(source)]
+    return tuple(source), tuple(target)
+
+
+def _copy(descriptor, at, barrier, result):
+    tile = torch.zeros(descriptor.block, dtype=result.data.dtype)  # outside the tensor: zeros
+    source, target = _inside(descriptor, at)
+    tile[target] = descriptor.memory[source]
     assert result.data.shape == tile.shape
     result.data.copy_(tile)
     owner, one = _barrier(barrier)
     owner.update(one, 0, -tile.numel() * tile.element_size())
+
+
+def _copy_back(descriptor, at, shared):
+    source, target = _inside(descriptor, at)
+    descriptor.memory[source] = shared.data[target]
 
 
 class Products(threading.local):
@@ -181,11 +198,14 @@ class Token(Value):
 _products = Products()
 
 
-def _mma(a, b, acc, *, use_acc, is_async):
+def _mma(a, b, acc, *, use_acc=True, is_async):
     assert is_async
-    assert not use_acc
-    wide = torch.float64 if a.dtype.is_floating_point else torch.int64
-    token = Token(lambda: (a.data.to(wide) @ b.data.to(wide)).to(acc.dtype))
+    wide, before, dtype = torch.int64, 0, torch.int32
+    if a.dtype.is_floating_point:
+        wide, dtype = torch.float64, torch.float32
+    if use_acc:  # of a product under way, what it will be
+        before = acc.issued if isinstance(acc, Token) and not acc.ready else acc.data
+    token = Token(lambda: (before + a.data.to(wide) @ b.data.to(wide)).to(dtype))
     _products.flying.append(token)
     return token
 
@@ -209,12 +229,23 @@ def _load(pointer, mask=None, other=0):
     return Value(values)
 
 
-def _store(pointer, values, mask):
-    seen = mask.data.expand(values.data.shape)
-    pointer.memory[pointer.offset[seen]] = values.data[seen]
+def _store(pointer, values, mask=None):
+    at = pointer.offset.expand(values.data.shape)
+    seen = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data.expand(at.shape)
+    pointer.memory[at[seen]] = values.data[seen].to(pointer.memory.dtype)
+
+
+_adding = threading.Lock()
+
+
+def _atomic_add(pointer, values, sem):
+    with _adding:
+        pointer.memory.index_add_(0, pointer.offset, values.data)
 
 
 def _assembly(text, constraints, args, dtype, is_pure, pack):
+    if "nanosleep" in text:
+        return None
     (x,) = args
     if "lanemask" in text:
         return 0
@@ -254,8 +285,13 @@ def _elementwise(function):
 _LANGUAGE = SimpleNamespace(
     int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
     NVMMADistributedLayout=lambda *_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
-    SwizzledSharedLayout=lambda *_: None, static_range=range, warp_specialize=_warp_specialize,
-    allocate_shared_memory=_allocate, inline_asm_elementwise=_assembly, load=_load, store=_store,
+    SwizzledSharedLayout=lambda *_: None, NVMMASharedLayout=lambda *_: None, BlockedLayout=lambda *_: None,
+    static_range=range, warp_specialize=_warp_specialize, constexpr=lambda x: x, allocate_shared_memory=_allocate,
+    inline_asm_elementwise=_assembly, load=_load, store=_store, atomic_add=_atomic_add,
+    full=lambda shape, fill, dtype, layout: Value(torch.full(shape, fill, dtype=dtype)),
+    reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
+    expand_dims=lambda x, axis: Value(torch.as_tensor(_data(x)).unsqueeze(axis)),
+    sum=lambda x, axis: Value(x.data.sum(axis)), log2=lambda x: Value(x.data.log2()),
     arange=lambda start, end, layout: Value(torch.arange(start, end)),
     zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
     convert_layout=lambda x, layout, assert_trivial: x,
@@ -271,19 +307,29 @@ def _expect(barrier, size):
     owner.update(one, 1, int(size))
 
 
-def _wait(barrier, phase):
+def _arrive(barrier):
+    _expect(barrier, 0)
+
+
+def _wait(barrier, phase, pred=True):
     owner, one = _barrier(barrier)
-    owner.wait(one, phase)
+    if pred:
+        owner.wait(one, phase)
 
 
 def _init(barrier, count):
     _barrier(barrier)[1].count = count
 
 
-_MBARRIER = SimpleNamespace(MBarrierLayout=lambda: None, init=_init, wait=_wait, expect=_expect)
+_MBARRIER = SimpleNamespace(MBarrierLayout=lambda: None, init=_init, wait=_wait, expect=_expect, arrive=_arrive)
+_TMA = SimpleNamespace(
+    async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=lambda pending: None
+)
 _REPLACED = {
-    "gl": _LANGUAGE, "mbarrier": _MBARRIER, "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
-    "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait, "BLOCK": 64, "TINY": 1e-30,
+    "gl": _LANGUAGE, "mbarrier": _MBARRIER, "tma": _TMA, "fence_async_shared": lambda: None,
+    "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
+    "left_16_bit": lambda x, acc, dtype: x.to(dtype), "_slack": lambda dtype: 8.0,
+    "rescale": lambda x, factor, acc, d: Value(x.data * factor.data[:, None]),
 }  # fmt: skip
 
 
@@ -296,6 +342,7 @@ class _Kernel:
             with contextlib.ExitStack() as stack:
                 for module in _MODULES:
                     stack.enter_context(_patched(module))
+                _LANGUAGE.num_programs = lambda axis: grid[0]
                 for pid in range(grid[0]):
                     _LANGUAGE.program_id = lambda axis, pid=pid: Value(pid)
                     self.function(*map(_argument, args), **constants)
@@ -325,8 +372,10 @@ def _patched(module: ModuleType) -> Iterator[None]:
     for name, value in before.items():
         if name in _REPLACED:
             setattr(module, name, _REPLACED[name])
-        elif isinstance(value, JITFunction):
+        elif isinstance(value, JITFunction | ConstexprFunction):
             setattr(module, name, value.fn)
+        elif isinstance(value, constexpr):
+            setattr(module, name, value.value)
     try:
         yield
     finally:
@@ -340,7 +389,7 @@ def on_cpu(launcher: ModuleType, *device_modules: ModuleType) -> Iterator[None]:
     before = dict(vars(launcher))
     _MODULES[:] = device_modules
     for name, value in before.items():
-        if isinstance(value, JITFunction):
+        if isinstance(value, JITFunction) and name.startswith("hopper"):
             setattr(launcher, name, _Kernel(value.fn))
     try:
         yield

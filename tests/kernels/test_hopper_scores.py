@@ -1,4 +1,5 @@
-"""With products="scores": which calls Hopper's kernels take, and that these are then what is launched."""
+"""With products="scores": which calls Hopper's kernels take, that these are then what is launched, and what they
+compute, by stand-ins for Gluon."""
 
 import pytest
 import torch
@@ -7,8 +8,19 @@ from torch.nn.functional import pad
 from sagebwd.attention import QuantConfig, triton_backend
 from sagebwd.kernels import backward, mean, quantise, tuning
 from sagebwd.kernels import scores as portable
-from sagebwd.kernels.hopper import SWITCH, backward_scores, forward_scores, scores, scores_rows
-from tests.attention.helpers import inputs
+from sagebwd.kernels.hopper import (
+    SWITCH,
+    backward_scores,
+    forward_scores,
+    operands,
+    pieces,
+    schedule,
+    scores,
+    scores_rows,
+)
+from tests.attention.cases import TIGHT, by_reference
+from tests.attention.helpers import assert_close, inputs
+from tests.kernels.gluon_on_cpu import on_cpu
 
 SCORES = QuantConfig(products="scores")
 PLAIN = {"window": False, "packed": False}
@@ -151,3 +163,26 @@ def test_rows_are_prepared_and_dq_is_put_in_order(dim):
     dq = torch.full_like(q, torch.nan)
     scores_rows.round_dq(sums, dq, 0.5)
     assert torch.equal(dq.flatten(0, 1), (wanted[:, :100] * 0.5).half())
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "dim", "causal", "programs"),
+    [(65, 64, 64, True, 132), (130, 200, 64, False, 1), (300, 190, 64, True, 2), (200, 461, 128, True, 3)],
+)
+def test_agrees_with_the_reference(m, n, dim, causal, programs, monkeypatch):
+    """Forward and backward; few programs have several items each, one after another. Scales differ from block to block,
+    and tokens lie as in Megatron."""
+    monkeypatch.setattr(tuning, "processors", lambda device: programs)
+    q, k, v, do = inputs(m, n, dim, 4, 2, dtype=torch.float16)
+    q, k = (x * torch.linspace(1, 3, x.shape[2])[:, None].half() for x in (q, k))
+    q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
+    o, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
+    options = {"causal": causal, "softmax_scale": dim**-0.5}
+    q8, _ = quantise.quantise(q, 64, rows=True, columns=False)
+    k8, _ = quantise.quantise(k, 64, rows=True, columns=False, mean=mean.key_mean(k, None), smoothed_to=dk)
+    with on_cpu(forward_scores, forward_scores, operands, pieces, schedule):
+        lse2 = forward_scores.forward(q8, k8, v, o, **options)
+    with on_cpu(backward_scores, backward_scores, operands, pieces):
+        sums = backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
+    scores_rows.round_dq(sums, dq, dim**-0.5)
+    assert_close((o, dq, dk, dv), by_reference(q, k, v, do, causal=causal, config=SCORES), TIGHT)
