@@ -2,7 +2,7 @@
 
 A program has 128 keys of a head, 64 a warpgroup; query tiles stream through shared memory, and all is transposed: keys
 are rows. dK and dV stay in registers. dS of both warpgroups meets in shared memory; each multiplies all of it by half
-of K's columns, and adds that to FP32 sums of dQ in memory (`scores_rows`), in whatever order programs come.
+of K's columns, and TMA adds that to FP32 sums of dQ in memory (`scores_rows`), in whatever order programs come.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels import tuning
-from sagebwd.kernels.hopper.descriptors import tokens, vector, whole_rows
+from sagebwd.kernels.hopper.descriptors import plain_rows, tokens, vector, whole_rows
 from sagebwd.kernels.hopper.operands import left_16_bit
 from sagebwd.kernels.hopper.pieces import BLOCK, power_of_two, release, seen, start_dp, start_s
 from sagebwd.kernels.hopper.scores_rows import prepare_rows
+from sagebwd.kernels.hopper.tma_add import async_add_shared_to_global
 from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
 
 SLOTS = gl.constexpr(2)  # of dS
+SUMS_ROW = gl.constexpr(256)  # of dQ's sums as TMA sees them: the most that its tile may be wide
 
 
 @gluon.jit
@@ -95,14 +97,20 @@ def _start_dq(ds_ring, slot, k16_tile, GROUP: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _add_to_memory(at, x):
-    """Adds x [64, HALF] to memory at `at`, 16 bytes a thread, 512 a warp: element 16h + 8b + 2t + e of row 16w + 8i + g
-    is in place ((((2h + i) 4 + w) 8 + g) 4 + t) 4 + 2b + e."""
+def _add_to_memory(sums_desc, at, staging, x):
+    """Adds x [64, HALF] to the sums' rows from `at` on, by way of `staging`, which this warpgroup alone uses.
+
+    Registers go there 16 bytes a thread, 512 a warp: element 16h + 8b + 2t + e of row 16w + 8i + g is in place
+    ((((2h + i) 4 + w) 8 + g) 4 + t) 4 + 2b + e. Added from registers, it would wait for the load/store units.
+    """
     HALF: gl.constexpr = x.shape[1]
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     x = x.reshape([4, 2, 8, HALF // 16, 2, 4, 2]).permute((3, 1, 0, 2, 5, 4, 6)).reshape([BLOCK * HALF])
     x = gl.convert_layout(x, FLAT, assert_trivial=True)
-    gl.atomic_add(at + gl.arange(0, BLOCK * HALF, FLAT), x, sem="relaxed")
+    tma.store_wait(0)
+    staging._reinterpret(gl.float32, [BLOCK * HALF], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(x)
+    fence_async_shared()
+    async_add_shared_to_global(sums_desc, [at, 0], staging)
 
 
 @gluon.jit
@@ -116,13 +124,13 @@ def _write(desc, shared, b, head, col, values, D: gl.constexpr):
 
 @gluon.jit
 def _step(
-    state, row, sums, tiles, rings, exchange, factor, cols, m, n,
+    state, row, at, tiles, rings, exchange, sums_desc, staging, factor, cols, m, n,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Adds the query tile of a stage, whose S is there, and computes S of the next one.
 
-    The products of a warpgroup are dP; dV; dK and dQ; S: each under what the one before it makes possible. sums: where
-    this warpgroup's part of the tile's dQ is added up.
+    The products of a warpgroup are dP; dV; dK and dQ; S: each under what the one before it makes possible. at: the row
+    of `sums_desc` from which on this warpgroup's part of the tile's dQ is added up.
     """
     s, dv, dk, stage, phase, slot, slot_phase = state
     keys, values, k16_tile = tiles
@@ -166,7 +174,7 @@ def _step(
     mbarrier.wait(full.index(next_stage), next_phase)
     s = start_s(keys, q_ring, next_stage)
     dq = warpgroup_mma_wait(1, [dq])
-    _add_to_memory(sums, dq)
+    _add_to_memory(sums_desc, at, staging, dq)
     s = warpgroup_mma_wait(0, [s])
     next_slot = slot + 1
     if next_slot == SLOTS:
@@ -181,14 +189,16 @@ def _consumer(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     k_tile, k16_tile, v_tile, rings, once = shared
-    k_scale, sums, dk_desc, dv_desc = tensors
-    b, kv_head, col, lo, steps, group, blocks, m, n, softmax_scale, factor = numbers
+    k_scale, sums_desc, stagings, dk_desc, dv_desc = tensors
+    b, kv_head, col, tile, lo, steps, group, blocks, m, n, softmax_scale, factor = numbers
     INT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     col += GROUP * BLOCK
     cols = col + gl.arange(0, BLOCK, gl.SliceLayout(1, INT))
     factor *= gl.load(k_scale + gl.minimum(col, n - 1) // BLOCK)  # a tile may begin past the last key
-    sums += GROUP * (BLOCK * D // 2)
+    PARTS: gl.constexpr = BLOCK * D // SUMS_ROW  # rows of sums of a query tile
+    part = tile * PARTS + GROUP * (PARTS // 2)
+    staging = stagings.index(GROUP)
     dv = gl.zeros([BLOCK, D], gl.float32, WIDE)
     dk = gl.zeros([BLOCK, D], gl.float32, WIDE)
     mbarrier.wait(once, 0)
@@ -206,13 +216,13 @@ def _consumer(
         for head in range(group):
             for u in range(masked):
                 state = _step(
-                    state, lo + u * BLOCK, sums + (head * blocks + u).to(gl.int64) * (BLOCK * D), tiles, rings,
-                    exchange, factor, cols, m, n, CAUSAL, True, D, STAGES, GROUP,
+                    state, lo + u * BLOCK, part + (head * blocks + u) * PARTS, tiles, rings, exchange, sums_desc,
+                    staging, factor, cols, m, n, CAUSAL, True, D, STAGES, GROUP,
                 )  # fmt: skip
             for u in range(masked, steps):
                 state = _step(
-                    state, lo + u * BLOCK, sums + (head * blocks + u).to(gl.int64) * (BLOCK * D), tiles, rings,
-                    exchange, factor, cols, m, n, CAUSAL, False, D, STAGES, GROUP,
+                    state, lo + u * BLOCK, part + (head * blocks + u) * PARTS, tiles, rings, exchange, sums_desc,
+                    staging, factor, cols, m, n, CAUSAL, False, D, STAGES, GROUP,
                 )  # fmt: skip
         dv = state[1]
         dk = state[2]
@@ -222,7 +232,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["heads", "group", "m", "n", "key_tiles"])
 def hopper_backward_scores(
-    k_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc, dk_desc, dv_desc, k_scale, sums,
+    k_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc, dk_desc, dv_desc, sums_desc, k_scale,
     heads, group, m, n, m_pad, n_pad, softmax_scale, factor, key_tiles,
     CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -238,7 +248,7 @@ def hopper_backward_scores(
         lo = gl.minimum(gl.cdiv(m, BLOCK), gl.maximum(0, col - (n - m)) // BLOCK) * BLOCK
     steps = gl.cdiv(m, BLOCK) - lo // BLOCK
     blocks = m_pad // BLOCK
-    sums += (kv.to(gl.int64) * group * blocks + lo // BLOCK) * (BLOCK * D)
+    tile = kv * group * blocks + lo // BLOCK
     k_scale += kv.to(gl.int64) * (n_pad // BLOCK)
 
     k_tile = gl.allocate_shared_memory(gl.int8, [2, BLOCK, D], k_desc.layout)
@@ -250,6 +260,7 @@ def hopper_backward_scores(
     numbers_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BLOCK], numbers_desc.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_ring = gl.allocate_shared_memory(do_desc.dtype, [2 * SLOTS, BLOCK, BLOCK], DS)
+    stagings = gl.allocate_shared_memory(gl.float32, [2, BLOCK * D // 2 // SUMS_ROW, SUMS_ROW], sums_desc.layout)
     once = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -265,8 +276,8 @@ def hopper_backward_scores(
     rings = (q_ring, q16_ring, do_ring, numbers_ring, full, empty)
     shared = (k_tile, k16_tile, v_tile, rings, once)
     exchange = (ds_ring, ds_full)
-    tensors = (k_scale, sums, dk_desc, dv_desc)
-    numbers = (b, kv_head, col, lo, steps, group, blocks, m, n, softmax_scale, factor)
+    tensors = (k_scale, sums_desc, stagings, dk_desc, dv_desc)
+    numbers = (b, kv_head, col, tile, lo, steps, group, blocks, m, n, softmax_scale, factor)
     where = (b, kv, kv_head, group, col, n_pad, m_pad, lo, steps)
     gl.warp_specialize(
         [
@@ -298,7 +309,8 @@ def backward(
         hopper_backward_scores, b * kv_heads * key_tiles,
         (
             whole_rows(k8.rows, block), tokens(v, block), whole_rows(q8.rows, block), tokens(q, block),
-            tokens(do, block), vector(numbers, 4 * block), tokens(dk, block), tokens(dv, block), k8.scale, sums,
+            tokens(do, block), vector(numbers, 4 * block), tokens(dk, block), tokens(dv, block),
+            plain_rows(sums, SUMS_ROW.value, block * dim // 2 // SUMS_ROW.value), k8.scale,
         ),
         (
             h, h // kv_heads, m, n, q8.rows.shape[1], k8.rows.shape[1], softmax_scale, softmax_scale * tuning.LOG2E,

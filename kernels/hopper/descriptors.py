@@ -38,6 +38,11 @@ def vector(x: Tensor, length: int) -> TensorDescriptor:
     return descriptor(x, (x.numel(),), (1,), (length,))
 
 
+def plain_rows(x: Tensor, width: int, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` rows of a contiguous x taken as [-1, width], one after the other in shared memory too."""
+    return descriptor(x, (x.numel() // width, width), (width, 1), (rows, width))
+
+
 def tma_strides(x: Tensor) -> tuple[int, ...]:
     """x's strides; where a dimension has one element its stride does not matter, and is made one that TMA takes."""
     *outer, inner = x.stride()
@@ -59,6 +64,6 @@ def _checked(
 
 
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    if len(block) == 1:
-        return gl.NVMMASharedLayout(0, 32, rank=1)
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(0, 32, rank=len(block))
     return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])

@@ -1,8 +1,9 @@
 """Gluon's Hopper kernels on a CPU: what they compute and how their warps wait for each other, without a GPU.
 
-Each partition of a kernel is a thread; programs run one after the other. TMA copies land at once. A product reads
-shared memory when it is issued and again when it is waited for, and what it reads must not have changed in between: a
-stage that was handed back too early shows. Layouts, registers and proxies are the compiler's business, not seen here.
+Each partition of a kernel is a thread; programs run one after the other. TMA copies land at once; what TMA adds to
+memory must not change until that has been waited for. A product reads shared memory when it is issued and again when
+it is waited for, and what it reads must not have changed in between: a stage that was handed back too early shows.
+Layouts, registers and proxies are the compiler's business, not seen here.
 """
 
 from __future__ import annotations
@@ -236,11 +237,21 @@ def _store(pointer, values, mask=None):
 
 
 _adding = threading.Lock()
+_adds = threading.local()  # of a warpgroup: the tiles under way that it sent to be added, and what they held
 
 
-def _atomic_add(pointer, values, sem):
+def _add(descriptor, at, shared):
+    source, target = _inside(descriptor, at)
     with _adding:
-        pointer.memory.index_add_(0, pointer.offset, values.data)
+        descriptor.memory[source] += shared.data[target]
+    under_way = vars(_adds).setdefault("tiles", [])
+    under_way.append((shared.data, shared.data.clone()))
+
+
+def _store_wait(pending):
+    assert pending == 0
+    for now, sent in vars(_adds).pop("tiles", []):
+        assert torch.equal(now, sent), "a tile changed while it was being added"
 
 
 def _assembly(text, constraints, args, dtype, is_pure, pack):
@@ -259,6 +270,7 @@ def _warp_specialize(partitions, warps, registers):
         try:
             function(*arguments)
             assert not _products.flying, "a product is under way at the end"
+            assert not vars(_adds).get("tiles"), "shared memory is being added at the end"
         except BaseException as error:
             errors.append(error)
 
@@ -287,7 +299,7 @@ _LANGUAGE = SimpleNamespace(
     NVMMADistributedLayout=lambda *_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
     SwizzledSharedLayout=lambda *_: None, NVMMASharedLayout=lambda *_: None, BlockedLayout=lambda *_: None,
     static_range=range, warp_specialize=_warp_specialize, constexpr=lambda x: x, allocate_shared_memory=_allocate,
-    inline_asm_elementwise=_assembly, load=_load, store=_store, atomic_add=_atomic_add,
+    inline_asm_elementwise=_assembly, load=_load, store=_store,
     full=lambda shape, fill, dtype, layout: Value(torch.full(shape, fill, dtype=dtype)),
     reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
     expand_dims=lambda x, axis: Value(torch.as_tensor(_data(x)).unsqueeze(axis)),
@@ -323,10 +335,11 @@ def _init(barrier, count):
 
 _MBARRIER = SimpleNamespace(MBarrierLayout=lambda: None, init=_init, wait=_wait, expect=_expect, arrive=_arrive)
 _TMA = SimpleNamespace(
-    async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=lambda pending: None
+    async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=_store_wait
 )
 _REPLACED = {
-    "gl": _LANGUAGE, "mbarrier": _MBARRIER, "tma": _TMA, "fence_async_shared": lambda: None,
+    "gl": _LANGUAGE, "mbarrier": _MBARRIER, "tma": _TMA, "async_add_shared_to_global": _add,
+    "fence_async_shared": lambda: None,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "left_16_bit": lambda x, acc, dtype: x.to(dtype), "_slack": lambda dtype: 8.0,
     "rescale": lambda x, factor, acc, d: Value(x.data * factor.data[:, None]),
