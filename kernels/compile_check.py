@@ -144,6 +144,9 @@ def check(job: Job) -> Outcome:
             problems.append(f"{c.name} needs {c.tensor} columns of tensor memory of {TENSOR_MEMORY}")
         if c.added_waits > 0 and "hopper" in c.name:
             problems.append(f"{c.name}: ptxas added {c.added_waits} waits, so that no product overlaps anything")
+        if c.unwritten:
+            registers = ", ".join(c.unwritten)
+            problems.append(f"{c.name}: reads {registers} where nothing has written them: a mistake of ptxas")
         allowed = spill
         if "hopper" in c.name:
             allowed = HOPPER_CONTEXT_SPILL_LIMIT if job.context else HOPPER_SPILL_LIMIT

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sagebwd.kernels import tuning
+from sagebwd.kernels.uniform import read_unwritten
 
 
 class Compiled(NamedTuple):
@@ -33,6 +34,7 @@ class Compiled(NamedTuple):
     shared: int  # bytes a block
     tensor: int  # columns of tensor memory, on the GPUs that have it
     added_waits: int  # waits for asynchronous products that ptxas added, where it lets none overlap anything
+    unwritten: list[str]  # uniform registers that are read where none has been written (`uniform`), with such products
     asm: dict[str, object]
 
 
@@ -69,11 +71,11 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
             seen.add(id(kernel))
             keep.append(kernel)
             meta = kernel.metadata
-            registers, spilled, added_waits = _resources(kernel.asm["cubin"], kernel.asm["ptx"])
+            registers, spilled, *of_products = _resources(kernel.asm["cubin"], kernel.asm["ptx"])
             constants = {n: v for n, v in kwargs.items() if n.isupper()}
             launch = (meta.num_warps, meta.num_stages)
-            needs = (registers, spilled, meta.shared, getattr(meta, "tmem_size", None) or 0, added_waits)
-            compiled.append(Compiled(meta.name, constants, *launch, *needs, kernel.asm))
+            needs = (registers, spilled, meta.shared, getattr(meta, "tmem_size", None) or 0)
+            compiled.append(Compiled(meta.name, constants, *launch, *needs, *of_products, kernel.asm))
         return kernel
 
     keep: list[object] = []  # so that ids stay unique
@@ -90,16 +92,17 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
         driver._active = before
 
 
-def _resources(cubin: bytes, ptx: str) -> tuple[int, int, int]:
+def _resources(cubin: bytes, ptx: str) -> tuple[int, int, int, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         text = _cuobjdump("-res-usage", file)
         code = _cuobjdump("-sass", file) if "wgmma" in ptx else ""
+        unwritten = read_unwritten(file) if "wgmma" in ptx else []
     registers = int(re.search(r"REG:(\d+)", text).group(1))
     # STACK counts what the kernel keeps in local memory: with no arrays of its own, that is spilled registers.
     spilled = int(re.search(r"STACK:(\d+)", text).group(1))
-    return registers, spilled, code.count("WARPGROUP.DEPBAR") - ptx.count("wgmma.wait_group")
+    return registers, spilled, code.count("WARPGROUP.DEPBAR") - ptx.count("wgmma.wait_group"), unwritten
 
 
 def _cuobjdump(option: str, file: Path) -> str:

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from sagebwd.attention import QuantConfig
-from sagebwd.kernels import compile_check
+from sagebwd.kernels import compile_check, uniform
 from sagebwd.kernels.compile_check import ARCHITECTURES, Job, full, subset
 
 
@@ -40,6 +40,39 @@ sys.exit(compile_check.main(["--arch", "90"]))
     assert answer.returncode == 1, answer.stdout + answer.stderr
     assert "_forward needs" in answer.stdout
     assert "bytes of shared memory of 1" in answer.stdout
+
+
+TWO_LOOPS = """
+        /*0000*/                   UMOV UR24, UR4 ;
+        /*0010*/              @!P1 BRA `(.L_x_2) ;
+        /*0020*/                   UIADD3 UR20, UP1, UR24, 0x2, URZ ;
+.L_x_1:
+        /*0030*/                   IGMMA.64x128x32.S8.S8 R24, gdesc[UR20], RZ, !UPT ;
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R88, R124, gdesc[UR20].tnspB, R88 ;
+        /*0060*/               @P2 BRA `(.L_x_2) ;
+        /*0070*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "unwritten"),
+    [
+        ("", "", ["UR4", "UR21", "UR22", "UR23"]),
+        ("UMOV UR4, 0x1 ;", "", ["UR21", "UR22", "UR23"]),
+        ("UMOV UR4, 0x1 ; /*0000*/ ULDC.64 UR22, c[0x0][0x210] ;", "", ["UR21"]),
+        ("UMOV UR4, 0x1 ; /*0000*/ UMOV UR22, UR4 ;", "UMOV UR23, UR4 ;", ["UR21", "UR23"]),
+        ("UMOV UR4, 0x1 ; /*0000*/ UMOV UR22, UR4 ; /*0000*/ @UP0 UMOV UR23, UR4 ;", "UMOV UR21, UR4 ;", []),
+        ("UIADD3.64 UR22, UR6, UR4, URZ ;", "UMOV UR21, UR4 ;", ["UR4", "UR5", "UR6", "UR7"]),
+    ],
+)
+def test_registers_that_nothing_has_written_are_found(before, after, unwritten):
+    """A product with A in registers reads two of the four; what is written for the first loop alone is missing."""
+    text = TWO_LOOPS.replace(".L_x_1:", f"/*0000*/ {after}\n.L_x_1:" if after else ".L_x_1:", 1)
+    text = f"/*0000*/ {before}\n{text}" if before else text
+    code, labels = uniform._parse(text)
+    assert uniform._live_at_entry(code, labels) == {int(name[2:]) for name in unwritten}
 
 
 def test_the_subset_covers_every_value_of_every_option(monkeypatch):
