@@ -3,7 +3,7 @@
 A persistent program has three roles: one warp loads tiles through TMA, two warpgroups compute 64 query rows each. An
 item (a query tile of a head) takes its key tiles from the last to the first, so that only the first ones it takes are
 masked. All items are one stream of tiles: in a warpgroup the softmax of a tile runs while tensor cores multiply P and V
-of the tile before, and the first softmax of an item under the last product of the item before.
+of the tile before, and an item's first S is computed with the last product of the item before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.descriptors import tokens, whole_rows
-from sagebwd.kernels.hopper.operands import exp2, left_16_bit, rescale
+from sagebwd.kernels.hopper.operands import exp2, left_16_bit, rescale, wide_rows, widen
 from sagebwd.kernels.hopper.pieces import hidden_zero, release, seen
 from sagebwd.kernels.hopper.schedule import item, items, key_tiles
 from sagebwd.kernels.launch import launch
@@ -171,8 +171,16 @@ def _softmax(
 
 
 @gluon.jit
+def _scales(k_scale, own, following, t, tiles, part):
+    """K's scales [PARTS] of an item's tile t, counted in the order in which tiles are taken; past its last those of
+    the next item's first. own: where the item's begin; following: where those of the next item's first tile are."""
+    at = gl.where(t < tiles, own + (tiles - 1 - t) * PARTS, following)
+    return gl.load(k_scale + at + part)
+
+
+@gluon.jit
 def _first_tile(
-    s, f, g, there, start, rows, m, n, v_full,
+    s, f, g, start, rows, m, n, v_full,
     CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, SLACK: gl.constexpr,
     cells: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
@@ -181,26 +189,24 @@ def _first_tile(
     anchor = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, acc))
     total = gl.zeros([ROWS, 4], gl.float32, parts)
     p, anchor, total, _ = _softmax(s, f, anchor, total, rows, start, m, n, CAUSAL, True, SLACK, cells)
-    _await(v_full, g, there, STAGES)
+    _await(v_full, g, True, STAGES)
     return left_16_bit(p, acc, DTYPE), anchor, total
 
 
 @gluon.jit
 def _tile(
-    state, q, qf, next_scales, g, start, rows, m, n, rings,
+    state, q, f, g, start, rows, m, n, rings,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
     SLACK: gl.constexpr, cells: gl.constexpr,
 ):  # fmt: skip
     """S and softmax of tile g, and P V of the tile before. Nothing is in flight on entry and on return: ptxas makes
     products wait for each other if one spans the loop's end.
 
-    state: P of the tile before; O, anchor and total; K's scales [PARTS]. next_scales: where those of the next tile are.
+    state: P of the tile before; O, anchor and total. f [PARTS]: of tile g's scores.
     """
-    p, out, anchor, total, scales = state
+    p, out, anchor, total = state
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = rings
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    f = qf * scales
-    scales = gl.load(next_scales)
     _await(k_full, g, True, STAGES)
     s = _start_s(q, g, k_tiles, STAGES)
     out = _start_o(p, out, g - 1, v_tiles, D, STAGES)
@@ -211,7 +217,7 @@ def _tile(
     out = warpgroup_mma_wait(0, [out])
     release(v_empty, _stage(g - 1, STAGES))
     out = rescale(out, keep, acc, D)
-    return left_16_bit(p, acc, DTYPE), out, anchor, total, scales
+    return left_16_bit(p, acc, DTYPE), out, anchor, total
 
 
 @gluon.jit
@@ -252,87 +258,87 @@ def _compute(
     parts: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, _per_thread(by_part).type.layout))
     s_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, cells))
     out_rows: gl.constexpr = gl.SliceLayout(1, acc)
+    stored: gl.constexpr = wide_rows(D)
     zero = hidden_zero(m)
     part = gl.arange(0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, cells))) + zero
     alike = part * 0 + zero
 
     total_items = items(row_tiles, all_heads, CAUSAL)
-    first_tile, first_head, _, first_tiles, first_at = _place(0, sizes, CAUSAL)
-    qf = gl.load(q_scale + _block(first_tile, first_head, m_pad, W) + alike) * factor
-    first_scales = gl.load(k_scale + first_at + (first_tiles - 1) * PARTS + part)
-    scales = gl.load(k_scale + first_at + gl.maximum(first_tiles - 2, 0) * PARTS + part)
+    tile, head, _, tiles, own = _place(0, sizes, CAUSAL)
+    qf = gl.load(q_scale + _block(tile, head, m_pad, W) + alike) * factor
+    scales = _scales(k_scale, own, own, 0, tiles, part)
     g = 0  # tiles of all items so far
     count = 0  # items so far
     _await(k_full, 0, True, STAGES)
     s = warpgroup_mma_wait(0, [_start_s(q_tiles.index(W), 0, k_tiles, STAGES)])
     release(k_empty, 0)
-    p, anchor, total = _first_tile(
-        s, qf * first_scales, 0, True, (first_tiles - 1) * BN, _rows(first_tile, W, s_rows), m, n, v_full,
-        CAUSAL, D, STAGES, DTYPE, SLACK, cells, parts,
-    )  # fmt: skip
     for i in range(total_items):
         valid = i >= 0
         if CAUSAL:
             _, _, valid = item(i, row_tiles, CAUSAL)
         if valid:
-            tile, head, whole, tiles, scales_at = _place(i, sizes, CAUSAL)
+            tile, head, whole, tiles, own = _place(i, sizes, CAUSAL)
             following = i + 1
             if CAUSAL:
                 _, _, next_valid = item(following, row_tiles, CAUSAL)
                 following = gl.where(next_valid, following, following + 1)
             more = following < total_items
-            next_tile, next_head, _, next_tiles, next_scales_at = _place(gl.where(more, following, i), sizes, CAUSAL)
+            next_tile, next_head, _, next_tiles, next_own = _place(gl.where(more, following, i), sizes, CAUSAL)
+            next_first = next_own + (next_tiles - 1) * PARTS
             next_qf = gl.load(q_scale + _block(next_tile, next_head, m_pad, W) + alike) * factor
-            next_scales = gl.load(k_scale + next_scales_at + (next_tiles - 1) * PARTS + part)
             q = q_tiles.index(_stage(count, SLOTS) * 2 + W)
             next_q = q_tiles.index(_stage(count + 1, SLOTS) * 2 + W)
             s_row = _rows(tile, W, s_rows)
-            state = (p, gl.zeros([ROWS, D], gl.float32, acc), anchor, total, scales)
+            f = qf * scales
+            scales = _scales(k_scale, own, next_first, 1, tiles, part)
+            p, anchor, total = _first_tile(
+                s, f, g, (tiles - 1) * BN, s_row, m, n, v_full, CAUSAL, D, STAGES, DTYPE, SLACK, cells, parts
+            )
+            state = (p, gl.zeros([ROWS, D], gl.float32, acc), anchor, total)
             g += 1
             masked = gl.maximum(tiles - whole, 1)
             if CAUSAL:
+                # q, so that ptxas cannot tell. Of descriptors known to be equal it computes those of the loop after
+                # this one here alone, where they are missing if this loop does not turn (`kernels.uniform`).
+                again = q_tiles.index(_stage(count, SLOTS) * 2 + W + zero)
                 for t in range(1, masked):
-                    ahead = gl.where(t + 1 == tiles, 0, tiles - 2 - t)  # after the last tile any
+                    f = qf * scales
+                    scales = _scales(k_scale, own, next_first, t + 1, tiles, part)
                     state = _tile(
-                        state, q, qf, k_scale + scales_at + ahead * PARTS + part, g, (tiles - 1 - t) * BN, s_row, m, n,
-                        rings, CAUSAL, True, D, STAGES, DTYPE, SLACK, cells,
+                        state, again, f, g, (tiles - 1 - t) * BN, s_row, m, n, rings,
+                        CAUSAL, True, D, STAGES, DTYPE, SLACK, cells,
                     )  # fmt: skip
                     g += 1
             for t in range(masked, tiles):
-                ahead = gl.where(t + 1 == tiles, 0, tiles - 2 - t)
+                f = qf * scales
+                scales = _scales(k_scale, own, next_first, t + 1, tiles, part)
                 state = _tile(
-                    state, q, qf, k_scale + scales_at + ahead * PARTS + part, g, (tiles - 1 - t) * BN, s_row, m, n,
-                    rings, CAUSAL, False, D, STAGES, DTYPE, SLACK, cells,
+                    state, q, f, g, (tiles - 1 - t) * BN, s_row, m, n, rings,
+                    CAUSAL, False, D, STAGES, DTYPE, SLACK, cells,
                 )  # fmt: skip
                 g += 1
-            p, out, anchor, total, scales = state
+            p, out, anchor, total = state
             _await(k_full, g, more, STAGES)
-            s = _start_s(next_q, g, k_tiles, STAGES)
+            s = _start_s(next_q, g, k_tiles, STAGES)  # the next item's first; after the last item nobody looks at it
             out = _start_o(p, out, g - 1, v_tiles, D, STAGES)
-            s = warpgroup_mma_wait(1, [s])
-            release(k_empty, _stage(g, STAGES))
             row_total = gl.convert_layout(gl.sum(total, 1), out_rows, assert_trivial=True)
             rows = _rows(tile, W, out_rows)
             blind = row_total == 0.0
             logsum = gl.where(blind | (rows >= m), float("inf"), anchor + gl.log2(row_total))
             gl.store(lse2 + head.to(gl.int64) * m_pad + rows, logsum)
             inverse = 1.0 / gl.where(blind, 1.0, row_total)
-            # The next item's first softmax, under this item's last product; after the last item, of nothing.
-            scales = gl.load(k_scale + next_scales_at + gl.maximum(next_tiles - 2, 0) * PARTS + part)
-            p, anchor, total = _first_tile(
-                s, next_qf * next_scales, g, more, (next_tiles - 1) * BN, _rows(next_tile, W, s_rows), m, n, v_full,
-                CAUSAL, D, STAGES, DTYPE, SLACK, cells, parts,
-            )  # fmt: skip
-            out = warpgroup_mma_wait(0, [out])
+            s, out = warpgroup_mma_wait(0, [s, out])
+            release(k_empty, _stage(g, STAGES))
             release(v_empty, _stage(g - 1, STAGES))
             release(q_empty, _stage(count, SLOTS))
             count += 1
             qf = next_qf
-            out = out * gl.expand_dims(inverse, 1)
-            d = gl.arange(0, D, gl.SliceLayout(0, acc))
+            out = widen((out * gl.expand_dims(inverse, 1)).to(o.dtype.element_ty), D)
+            rows = _rows(tile, W, gl.SliceLayout(1, stored))
+            d = gl.arange(0, D, gl.SliceLayout(0, stored))
             place = o + (head // heads).to(gl.int64) * o_b + (head % heads).to(gl.int64) * o_h
             place = place + gl.expand_dims(rows.to(gl.int64) * o_m, 1) + gl.expand_dims(d.to(gl.int64) * o_d, 0)
-            gl.store(place, out.to(o.dtype.element_ty), mask=gl.expand_dims(rows < m, 1))
+            gl.store(place, out, mask=gl.expand_dims(rows < m, 1))
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "m", "n", "row_tiles", "all_heads"])

@@ -85,3 +85,41 @@ def rescale(x, factor, acc: gl.constexpr, D: gl.constexpr):
     return gl.inline_asm_elementwise(
         _rescale_text(D // 2), _rescale_operands(D // 2), [x, factor], dtype=gl.float32, is_pure=True, pack=D // 2
     )
+
+
+@gluon.constexpr_function
+def wide_rows(d):
+    """Layout of [64, d]: a thread has the rows that it has of a product, but eight neighbouring columns of them."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 32 << i] for i in range((d // 32).bit_length() - 1))]
+    threads = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, threads, [[16, 0], [32, 0]], [], [64, d])
+
+
+@gluon.constexpr_function
+def _exchange_text(count):
+    """Of each four registers and each four threads: thread t's register b for thread b's register t."""
+    text = "{ .reg .pred p, q; .reg .b32 s; mov.u32 s, %laneid; and.b32 s, s, 1; setp.ne.b32 p, s, 0; "
+    text += "mov.u32 s, %laneid; and.b32 s, s, 2; setp.ne.b32 q, s, 0; "
+    for i in range(0, count, 4):
+        for odd, distance, pairs in (("p", 1, ((0, 1), (2, 3))), ("q", 2, ((0, 2), (1, 3)))):
+            for low, high in pairs:
+                x, y = f"${i + low}", f"${i + high}"
+                text += f"selp.b32 s, {x}, {y}, {odd}; shfl.sync.bfly.b32 s, s, {distance}, 0x1f, 0xffffffff; "
+                text += f"selp.b32 {x}, s, {x}, {odd}; selp.b32 {y}, {y}, s, {odd}; "
+    return text + "}"
+
+
+@gluon.constexpr_function
+def _exchange_operands(count):
+    return ",".join(["=r"] * count + [str(i) for i in range(count)])
+
+
+@gluon.jit
+def widen(x, D: gl.constexpr):
+    """x [64, D] of 16 bit, as a product left it, in the layout `wide_rows`: a thread then stores 16 bytes at a time
+    instead of 4. Threads exchange registers; shared memory is not needed."""
+    x = gl.permute(gl.reshape(x, [64, D // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
+    x = gl.convert_layout(gl.reshape(x, [64, D]), wide_rows(D), assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        _exchange_text(D // 4), _exchange_operands(D // 4), [x], dtype=x.dtype, is_pure=True, pack=D // 2
+    )

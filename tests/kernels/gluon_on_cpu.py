@@ -343,6 +343,7 @@ _REPLACED = {
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "left_16_bit": lambda x, acc, dtype: x.to(dtype), "_slack": lambda dtype: 8.0,
     "rescale": lambda x, factor, acc, d: Value(x.data * factor.data[:, None]),
+    "widen": lambda x, d: x, "wide_rows": lambda d: None,
 }  # fmt: skip
 
 
