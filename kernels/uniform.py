@@ -19,6 +19,7 @@ class _Instruction(NamedTuple):
     writes: frozenset[int]
     targets: tuple[str, ...]
     goes_on: bool
+    moves: bool  # does nothing but copy
 
 
 def read_unwritten(cubin: Path) -> list[str]:
@@ -59,7 +60,7 @@ def _instruction(text: str) -> _Instruction:
     ends = name.startswith(("EXIT", "BRX", "RET")) or (name.startswith("BRA") and not conditional)
     targets = tuple(re.findall(r"\.L\w+", operands)) if jumps else ()
     # What is written under a condition is read under the same one: taken as written.
-    return _Instruction(frozenset(reads), frozenset(writes), targets, conditional or not ends)
+    return _Instruction(frozenset(reads), frozenset(writes), targets, conditional or not ends, name == "UMOV")
 
 
 def _live_at_entry(code: list[_Instruction], labels: dict[str, int]) -> frozenset[int]:
@@ -72,7 +73,8 @@ def _live_at_entry(code: list[_Instruction], labels: dict[str, int]) -> frozense
             after = set(live[i + 1]) if one.goes_on else set()
             for target in one.targets:
                 after |= live[labels[target]]
-            now = one.reads | (after - one.writes)
+            wanted = not one.moves or one.writes & after  # half a pair may be copied that is never used
+            now = (one.reads if wanted else frozenset()) | (after - one.writes)
             if now != live[i]:
                 live[i], changed = frozenset(now), True
     return live[0]

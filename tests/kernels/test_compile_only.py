@@ -63,7 +63,11 @@ TWO_LOOPS = """
         ("UMOV UR4, 0x1 ;", "", ["UR21", "UR22", "UR23"]),
         ("UMOV UR4, 0x1 ; /*0000*/ ULDC.64 UR22, c[0x0][0x210] ;", "", ["UR21"]),
         ("UMOV UR4, 0x1 ; /*0000*/ UMOV UR22, UR4 ;", "UMOV UR23, UR4 ;", ["UR21", "UR23"]),
-        ("UMOV UR4, 0x1 ; /*0000*/ UMOV UR22, UR4 ; /*0000*/ @UP0 UMOV UR23, UR4 ;", "UMOV UR21, UR4 ;", []),
+        (
+            "UMOV UR4, 0x1 ; /*0000*/ UMOV UR22, UR4 ; /*0000*/ @UP0 UMOV UR23, UR4 ; /*0000*/ UMOV UR9, UR8 ;",
+            "UMOV UR21, UR4 ;",
+            [],
+        ),
         ("UIADD3.64 UR22, UR6, UR4, URZ ;", "UMOV UR21, UR4 ;", ["UR4", "UR5", "UR6", "UR7"]),
     ],
 )
