@@ -43,8 +43,8 @@ SPILL_LIMIT = {
 # before its loop and loads once after it.
 HOPPER_SPILL_LIMIT, HOPPER_CONTEXT_SPILL_LIMIT = 0, 8
 # The backward with products="scores" holds dK and dV of 64 keys at once: at D = 128 numbers that stay the same through
-# its loops are kept there (80 bytes as seen with Triton 3.7.1, 64 with 3.6.0), and two or three loaded a tile.
-HOPPER_SCORES_SPILL_LIMIT = 96
+# its loops are kept there (64 bytes as seen with Triton 3.6.0 and 3.7.1), and two or three loaded a tile.
+HOPPER_SCORES_SPILL_LIMIT = 80
 
 
 class Job(NamedTuple):

@@ -44,11 +44,13 @@ class HopperLaunch(NamedTuple):
     registers: int
 
 
-class HopperBackwardLaunch(NamedTuple):
-    """stages: tiles of queries in flight. registers: of a thread that computes."""
+class HopperScoresBackwardLaunch(NamedTuple):
+    """stages: tiles of queries in flight, 2 or 4. main, third: registers of a thread of the two warpgroups that compute
+    dK and dV, and of the one that computes dQ."""
 
     stages: int
-    registers: int
+    main: int
+    third: int
 
 
 class KeyLaunch(NamedTuple):
@@ -83,9 +85,12 @@ def hopper_scores_forward() -> HopperLaunch:
     return HopperLaunch(stages=4, slots=2, registers=240)
 
 
-def hopper_scores_backward(dim: int) -> HopperBackwardLaunch:
-    """226 KiB of shared memory at D = 128, all but 1 of what there is; 172 at D = 64."""
-    return HopperBackwardLaunch(stages=2 if dim == 128 else 4, registers=240)
+def hopper_scores_backward(dim: int) -> HopperScoresBackwardLaunch:
+    """226 KiB of shared memory at D = 128, all but 1 of what there is; 172 at D = 64. Registers: the 504 that a
+    multiprocessor has for a thread of each of three warpgroups."""
+    if dim == 128:
+        return HopperScoresBackwardLaunch(stages=2, main=216, third=72)
+    return HopperScoresBackwardLaunch(stages=4, main=208, third=88)
 
 
 def backward_kv(device: torch.device, dp: int, config: QuantConfig) -> tuple[KeyLaunch, ...]:

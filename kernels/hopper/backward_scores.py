@@ -1,8 +1,23 @@
 """dQ, dK and dV at once on Hopper with products="scores": S in INT8, every other product of 16-bit operands.
 
-A program has 128 keys of a head, 64 a warpgroup; query tiles stream through shared memory, and all is transposed: keys
-are rows. dK and dV stay in registers. dS of both warpgroups meets in shared memory; each multiplies all of it by half
-of K's columns, and TMA adds that to FP32 sums of dQ in memory (`scores_rows`), in whatever order programs come.
+A program has 128 keys of a head, and tiles of 64 queries stream through shared memory. Three warpgroups:
+
+- Two run `_main`. Each has 64 of the keys, as rows of all that it computes: S and P, dP and dS, and dK and dV, whose
+  sums stay in registers.
+- One runs `_third`. It makes a tile's dQ of the dS of both, which they leave in shared memory, and has TMA add it to
+  FP32 sums in memory (`scores_rows`), in whatever order programs come. It also starts all loads: a warp for that alone
+  would be padded to four, and take registers.
+
+They wait for each other at barriers, "a -> b" means that b waits for a:
+
+- `once`: loads -> `_main`: the program's K8 and V are there. `k16_there`: loads -> all: and its K in 16 bits.
+- `full`, a stage: loads -> `_main`: a query tile is there (Q8, Q, dO, numbers).
+- `empty`, a stage: both `_main` -> `_third`: they have read that tile, and another may be loaded over it.
+- `ds_full`, a slot: both `_main` -> `_third`: dS of a tile is there.
+- `ds_empty`, a slot: `_third` -> `_main`: its product has read it, and dS of the tile after next may be stored there.
+
+Tile t of a program has stage t mod stages and slot t mod 2. At its k-th use (from 0) a barrier completes phase k; who
+waits names its parity, k mod 2. To wait for the phase before the first one takes no time.
 """
 
 from __future__ import annotations
@@ -29,41 +44,127 @@ from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
 
 SLOTS = gl.constexpr(2)  # of dS
+WIDTH = gl.constexpr(64)  # columns of dQ that `_third` makes and adds at a time: all 128 would take twice the registers
 SUMS_ROW = gl.constexpr(256)  # of dQ's sums as TMA sees them: the most that its tile may be wide
 
 
+@gluon.constexpr_function
+def _ahead(dim):
+    """Whether S of the next tile is computed under dV and dK of this one, and dV begins under dS. At D = 128 the sums
+    dK and dV take 128 registers of a thread, and these would not fit."""
+    return dim == 64
+
+
 @gluon.jit
-def _producer(descs, shared, where, D: gl.constexpr, STAGES: gl.constexpr):
-    k_desc, dk_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc = descs
-    k_tile, k16_tile, v_tile, rings, once = shared
-    q_ring, q16_ring, do_ring, numbers_ring, full, empty = rings
-    b, kv, kv_head, group, col, n_pad, m_pad, lo, steps = where
-    mbarrier.expect(once, 2 * BLOCK * D * 5)
+def _load_tile(descs, rings, where, head, u, stage, D: gl.constexpr):
+    """Starts the loads of query tile `u` of the group's head `head`."""
+    _, _, _, q_desc, q16_desc, do_desc, numbers_desc = descs
+    q_ring, q16_ring, do_ring, numbers_ring, full, _ = rings
+    b, kv, kv_head, group, _, _, m_pad, lo, _ = where
+    row = lo + u * BLOCK
+    at = (kv * group + head) * m_pad + row
+    head += kv_head * group
+    ready = full.index(stage)
+    mbarrier.expect(ready, BLOCK * (5 * D + 16))
+    tma.async_copy_global_to_shared(q_desc, [at, 0], ready, q_ring.index(stage))
+    tma.async_copy_global_to_shared(numbers_desc, [at * 4], ready, numbers_ring.index(stage))
+    tma.async_copy_global_to_shared(do_desc, [b, head, row, 0], ready, do_ring.index(stage))
+    tma.async_copy_global_to_shared(q16_desc, [b, head, row, 0], ready, q16_ring.index(stage))
+
+
+@gluon.jit
+def _load_next(descs, rings, where, loads, stage, D: gl.constexpr):
+    """Starts the loads of the next tile to a stage, if there is one. loads: its head and tile, and how many are left.
+
+    Where S is computed ahead, after the last tile comes one more S, of whatever is there: nobody uses it.
+    """
+    head, u, left = loads
+    _, _, _, _, full, _ = rings
+    _, _, _, _, _, _, _, _, steps = where
+    AHEAD: gl.constexpr = _ahead(D)
+    if left > 0:
+        _load_tile(descs, rings, where, head, u, stage, D)
+    if left == 0 and AHEAD:
+        mbarrier.expect(full.index(stage), 0)
+    u += 1
+    if u == steps:
+        u = 0
+        head += 1
+    return head, u, left - 1
+
+
+@gluon.jit
+def _add_to_memory(sums_desc, at, staging, x, OTHERS: gl.constexpr):
+    """Adds x [64, WIDTH] to the sums' rows from `at` on, by way of `staging`, from which up to OTHERS additions ago the
+    last part was taken: there are as many other stagings.
+
+    Registers go there 16 bytes a thread, 512 a warp: element 8h + 2t + e of row 16w + 8i + g is in place
+    (((4h + w) 8 + g) 4 + t) 4 + 2i + e. Added from registers, it would clog the queue of the load/store units.
+    """
+    W: gl.constexpr = x.shape[1]
+    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    x = x.reshape([4, 2, 8, W // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([BLOCK * W])
+    x = gl.convert_layout(x, FLAT, assert_trivial=True)
+    tma.store_wait(OTHERS)
+    staging._reinterpret(gl.float32, [BLOCK * W], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(x)
+    fence_async_shared()
+    async_add_shared_to_global(sums_desc, [at, 0], staging)
+
+
+@gluon.jit
+def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D: gl.constexpr, STAGES: gl.constexpr):
+    """Loads everything; of every tile, dQ = dS [64 queries, 128 keys] K, added to memory. tile: the first one of the
+    first head in the sums; blocks: tiles of a head there."""
+    k_desc, dk_desc, v_desc, _, _, _, _ = descs
+    k_tile, k16_tile, v_tile, rings, once, k16_there = shared
+    _, _, _, _, _, empty = rings
+    ds_ring, ds_full, ds_empty = exchange
+    b, kv, kv_head, group, col, n_pad, _, _, steps = where
+    PARTS: gl.constexpr = D // WIDTH
+    ROWS: gl.constexpr = BLOCK * WIDTH // SUMS_ROW  # of sums, of a part of a tile
+    FLOAT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    mbarrier.expect(once, 2 * BLOCK * D * 3)
     for i in gl.static_range(2):
         tma.async_copy_global_to_shared(k_desc, [kv * n_pad + col + i * BLOCK, 0], once, k_tile.index(i))
         tma.async_copy_global_to_shared(v_desc, [b, kv_head, col + i * BLOCK, 0], once, v_tile.index(i))
-        tma.async_copy_global_to_shared(dk_desc, [b, kv_head, col + i * BLOCK, 0], once, k16_tile.index(i))
+    loads = (0, 0, group * steps)
+    for i in gl.static_range(STAGES):
+        loads = _load_next(descs, rings, where, loads, i, D)
+    mbarrier.expect(k16_there, 2 * BLOCK * D * 2)  # the first dQ wants it, which is long after the first S
+    for i in gl.static_range(2):
+        tma.async_copy_global_to_shared(dk_desc, [b, kv_head, col + i * BLOCK, 0], k16_there, k16_tile.index(i))
+    mbarrier.wait(k16_there, 0)
+    slot = 0
+    slot_phase = 0
     stage = 0
-    phase = 1
-    for g in range(group):
-        head = kv_head * group + g
-        far = kv * group + g
+    phase = 0
+    for head in range(group):
         for u in range(steps):
-            row = lo + u * BLOCK
-            ready = full.index(stage)
-            at = far * m_pad + row
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(ready, BLOCK * (5 * D + 16))
-            tma.async_copy_global_to_shared(q_desc, [at, 0], ready, q_ring.index(stage))
-            tma.async_copy_global_to_shared(numbers_desc, [at * 4], ready, numbers_ring.index(stage))
-            tma.async_copy_global_to_shared(do_desc, [b, head, row, 0], ready, do_ring.index(stage))
-            tma.async_copy_global_to_shared(q16_desc, [b, head, row, 0], ready, q16_ring.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-    mbarrier.wait(empty.index(stage), phase)
-    mbarrier.expect(full.index(stage), 0)  # after the last tile comes another S, of whatever is there: nobody uses it
+            at = tile + head * blocks + u
+            mbarrier.wait(ds_full.index(slot), slot_phase)
+            for part in gl.static_range(PARTS):
+                dq = gl.zeros([BLOCK, WIDTH], gl.float32, FLOAT)
+                for w in gl.static_range(2):
+                    ds = ds_ring.index(slot * 2 + w).permute((1, 0))
+                    k16 = k16_tile.index(w).reshape([BLOCK, D]).slice(part * WIDTH, WIDTH, dim=1)
+                    dq = warpgroup_mma(ds, k16, dq, use_acc=w > 0, is_async=True)
+                dq = warpgroup_mma_wait(0, [dq])
+                if part == PARTS - 1:
+                    release(ds_empty, slot)
+                    # Loads before the adding: a stage is free soon after its dS has come, the adding can wait.
+                    if loads[2] >= 0:
+                        mbarrier.wait(empty.index(stage), phase)
+                    loads = _load_next(descs, rings, where, loads, stage, D)
+                    stage += 1
+                    if stage == STAGES:
+                        stage = 0
+                        phase ^= 1
+                _add_to_memory(sums_desc, (at * PARTS + part) * ROWS, stagings.index(part), dq, PARTS - 1)
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                slot_phase ^= 1
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -71,46 +172,6 @@ def _numbers(ring, stage, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     """[64] of a stage: lse2 (0) and delta (1) of its queries; Q's scale, 64 times (2)."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return ring.index(stage)._reinterpret(gl.float32, [4, BLOCK], FLAT).index(WHICH).load(LAYOUT)
-
-
-@gluon.jit
-def _settle(x, WHICH: gl.constexpr):
-    """A loop that never turns, as x is not WHICH (negative): ptxas moves nothing across it. Left alone it delays a
-    product's wait past the beginning of the next products, and spills sums for the registers in between."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; again: setp.ne.s32 p, $1, $2; @p bra end; nanosleep.u32 20; bra again; end: mov.b32 $0, 0; }",
-        "=r,r,r", [x, WHICH], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _start_dq(ds_ring, slot, k16_tile, GROUP: gl.constexpr, D: gl.constexpr):
-    """dS [64 queries, 128 keys] of a slot by this warpgroup's half of K's columns."""
-    HALF: gl.constexpr = D // 2
-    FLOAT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    dq = gl.zeros([BLOCK, HALF], gl.float32, FLOAT)
-    for w in gl.static_range(2):
-        left = ds_ring.index(slot * 2 + w).permute((1, 0))
-        right = k16_tile.index(w).reshape([BLOCK, D]).slice(GROUP * HALF, HALF, dim=1)
-        dq = warpgroup_mma(left, right, dq, use_acc=w > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def _add_to_memory(sums_desc, at, staging, x):
-    """Adds x [64, HALF] to the sums' rows from `at` on, by way of `staging`, which this warpgroup alone uses.
-
-    Registers go there 16 bytes a thread, 512 a warp: element 16h + 8b + 2t + e of row 16w + 8i + g is in place
-    ((((2h + i) 4 + w) 8 + g) 4 + t) 4 + 2b + e. Added from registers, it would wait for the load/store units.
-    """
-    HALF: gl.constexpr = x.shape[1]
-    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    x = x.reshape([4, 2, 8, HALF // 16, 2, 4, 2]).permute((3, 1, 0, 2, 5, 4, 6)).reshape([BLOCK * HALF])
-    x = gl.convert_layout(x, FLAT, assert_trivial=True)
-    tma.store_wait(0)
-    staging._reinterpret(gl.float32, [BLOCK * HALF], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(x)
-    fence_async_shared()
-    async_add_shared_to_global(sums_desc, [at, 0], staging)
 
 
 @gluon.jit
@@ -124,108 +185,114 @@ def _write(desc, shared, b, head, col, values, D: gl.constexpr):
 
 @gluon.jit
 def _step(
-    state, row, at, tiles, rings, exchange, sums_desc, staging, factor, cols, m, n,
+    state, row, tiles, rings, exchange, factor, cols, m, n,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Adds the query tile of a stage, whose S is there, and computes S of the next one.
+    """Adds query tile `count` to dK and dV and hands its dS on. state: s, dv, dk, count; s is 0 unless AHEAD.
 
-    The products of a warpgroup are dP; dV; dK and dQ; S: each under what the one before it makes possible. at: the row
-    of `sums_desc` from which on this warpgroup's part of the tile's dQ is added up.
+    The products of a warpgroup one after the other, each wait followed by what it makes possible: S; dP; dV and dK.
+    AHEAD: dP under the exponentials; dV under dS; dK and S of the next tile.
     """
-    s, dv, dk, stage, phase, slot, slot_phase = state
-    keys, values, k16_tile = tiles
+    s, dv, dk, count = state
+    keys, values = tiles
     q_ring, q16_ring, do_ring, numbers_ring, full, empty = rings
-    ds_ring, ds_full = exchange
+    ds_ring, ds_full, ds_empty = exchange
+    AHEAD: gl.constexpr = _ahead(D)
+    SHIFT: gl.constexpr = 1 if STAGES == 2 else 2  # stages are 2 or 4
+    stage = count & (STAGES - 1)
+    phase = (count >> SHIFT) & 1
+    slot = count & 1
+    slot_phase = ((count >> 1) & 1) ^ 1  # of the use before, two tiles ago; the first use waits for none
     INT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     FLOAT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     COLS: gl.constexpr = gl.SliceLayout(0, INT)
-    next_stage = stage + 1
-    next_phase = phase
-    if next_stage == STAGES:
-        next_stage = 0
-        next_phase = phase ^ 1
-    dp = start_dp(values, do_ring, stage, D)
-    _settle(stage, -1)
+    next_stage = (count + 1) & (STAGES - 1)
+    next_phase = ((count + 1) >> SHIFT) & 1
+    if AHEAD:
+        dp = start_dp(values, do_ring, stage, D)
+        s_now = s
+    else:
+        mbarrier.wait(full.index(stage), phase)
+        s_now = warpgroup_mma_wait(0, [start_s(keys, q_ring, stage)])
     lse2 = _numbers(numbers_ring, stage, 0, COLS)
     row_factor = factor * _numbers(numbers_ring, stage, 2, gl.SliceLayout(1, INT))
-    p = power_of_two(s.to(gl.float32) * row_factor[:, None] - lse2[None, :])
+    p = power_of_two(s_now.to(gl.float32) * row_factor[:, None] - lse2[None, :])
     if MASKED:
         rows = row + gl.arange(0, BLOCK, COLS)
         p = gl.where(seen(rows[None, :], cols[:, None], m, n, CAUSAL), p, 0.0)
-    p16 = left_16_bit(p, WIDE, do_ring.dtype)
-    dp = warpgroup_mma_wait(0, [dp])
-    dv = warpgroup_mma(p16, do_ring.index(stage).reshape([BLOCK, D]), dv, is_async=True)
-    _settle(stage, -2)
+    grads = do_ring.index(stage).reshape([BLOCK, D])
+    if AHEAD:
+        p16 = left_16_bit(p, WIDE, do_ring.dtype)
+        dp = warpgroup_mma_wait(0, [dp])
+        dv = warpgroup_mma(p16, grads, dv, is_async=True)
+    else:
+        dp = warpgroup_mma_wait(0, [start_dp(values, do_ring, stage, D)])
     delta = _numbers(numbers_ring, stage, 1, gl.SliceLayout(0, FLOAT))
     ds = gl.convert_layout(p, FLOAT, assert_trivial=True) * (dp - delta[None, :])
     ds16 = left_16_bit(ds, WIDE, do_ring.dtype)
+    if not AHEAD:
+        dv = warpgroup_mma(left_16_bit(p, WIDE, do_ring.dtype), grads, dv, is_async=True)
+    mbarrier.wait(ds_empty.index(slot), slot_phase)
     ds_ring.index(slot * 2 + GROUP).store(gl.convert_layout(ds16, FLOAT, assert_trivial=True))
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot))
     dk = warpgroup_mma(ds16, q16_ring.index(stage).reshape([BLOCK, D]), dk, is_async=True)
-    dv = warpgroup_mma_wait(1, [dv])
-    # A slot is written over two tiles later: by then the other warpgroup has arrived for the tile between, after its
-    # product of this one.
-    mbarrier.wait(ds_full.index(slot), slot_phase)
-    dq = _start_dq(ds_ring, slot, k16_tile, GROUP, D)
-    dk = warpgroup_mma_wait(2, [dk])
-    release(empty, stage)
-    mbarrier.wait(full.index(next_stage), next_phase)
-    s = start_s(keys, q_ring, next_stage)
-    dq = warpgroup_mma_wait(1, [dq])
-    _add_to_memory(sums_desc, at, staging, dq)
-    s = warpgroup_mma_wait(0, [s])
-    next_slot = slot + 1
-    if next_slot == SLOTS:
-        next_slot = 0
-        slot_phase ^= 1
-    return s, dv, dk, next_stage, next_phase, next_slot, slot_phase
+    if AHEAD:
+        mbarrier.wait(full.index(next_stage), next_phase)
+        s = start_s(keys, q_ring, next_stage)
+        dv, dk = warpgroup_mma_wait(1, [dv, dk])
+        release(empty, stage)
+        s = warpgroup_mma_wait(0, [s])
+    else:
+        dv, dk = warpgroup_mma_wait(0, [dv, dk])
+        release(empty, stage)
+    return s, dv, dk, count + 1
 
 
 @gluon.jit
-def _consumer(
+def _main(
     shared, exchange, tensors, numbers, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    k_tile, k16_tile, v_tile, rings, once = shared
-    k_scale, sums_desc, stagings, dk_desc, dv_desc = tensors
-    b, kv_head, col, tile, lo, steps, group, blocks, m, n, softmax_scale, factor = numbers
+    """dK and dV of the GROUP-th 64 keys of the program."""
+    k_tile, _, v_tile, rings, once, k16_there = shared
+    q_ring, _, _, _, full, _ = rings
+    k_scale, dk_desc, dv_desc = tensors
+    b, kv_head, col, lo, steps, group, m, n, softmax_scale, factor = numbers
+    AHEAD: gl.constexpr = _ahead(D)
     INT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     col += GROUP * BLOCK
     cols = col + gl.arange(0, BLOCK, gl.SliceLayout(1, INT))
     factor *= gl.load(k_scale + gl.minimum(col, n - 1) // BLOCK)  # a tile may begin past the last key
-    PARTS: gl.constexpr = BLOCK * D // SUMS_ROW  # rows of sums of a query tile
-    part = tile * PARTS + GROUP * (PARTS // 2)
-    staging = stagings.index(GROUP)
     dv = gl.zeros([BLOCK, D], gl.float32, WIDE)
     dk = gl.zeros([BLOCK, D], gl.float32, WIDE)
     mbarrier.wait(once, 0)
     if steps > 0:
-        q_ring, _, _, _, full, _ = rings
         keys = k_tile.index(GROUP)
-        tiles = (keys, v_tile.index(GROUP).reshape([BLOCK, D]), k16_tile)
-        mbarrier.wait(full.index(0), 0)
-        s = warpgroup_mma_wait(0, [start_s(keys, q_ring, 0)])
-        state = (s, dv, dk, 0, 0, 0, 0)
+        tiles = (keys, v_tile.index(GROUP).reshape([BLOCK, D]))
+        s = 0
+        if AHEAD:
+            mbarrier.wait(full.index(0), 0)
+            s = warpgroup_mma_wait(0, [start_s(keys, q_ring, 0)])
+        state = (s, dv, dk, 0)
         masked = 0
         if CAUSAL:  # the queries before the first one that sees every key of this group
             masked = gl.minimum(steps, gl.cdiv(gl.maximum(0, col + BLOCK - 1 + m - n - lo), BLOCK))
         masked = gl.where(col + BLOCK > n, steps, masked)
-        for head in range(group):
+        for _head in range(group):
             for u in range(masked):
                 state = _step(
-                    state, lo + u * BLOCK, part + (head * blocks + u) * PARTS, tiles, rings, exchange, sums_desc,
-                    staging, factor, cols, m, n, CAUSAL, True, D, STAGES, GROUP,
+                    state, lo + u * BLOCK, tiles, rings, exchange, factor, cols, m, n, CAUSAL, True, D, STAGES, GROUP,
                 )  # fmt: skip
             for u in range(masked, steps):
                 state = _step(
-                    state, lo + u * BLOCK, part + (head * blocks + u) * PARTS, tiles, rings, exchange, sums_desc,
-                    staging, factor, cols, m, n, CAUSAL, False, D, STAGES, GROUP,
+                    state, lo + u * BLOCK, tiles, rings, exchange, factor, cols, m, n, CAUSAL, False, D, STAGES, GROUP,
                 )  # fmt: skip
         dv = state[1]
         dk = state[2]
+    mbarrier.wait(k16_there, 0)  # dK is written where K is read
     _write(dv_desc, v_tile.index(GROUP), b, kv_head, col, dv, D)
     _write(dk_desc, v_tile.index(GROUP), b, kv_head, col, dk * softmax_scale, D)
 
@@ -234,7 +301,7 @@ def _consumer(
 def hopper_backward_scores(
     k_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc, dk_desc, dv_desc, sums_desc, k_scale,
     heads, group, m, n, m_pad, n_pad, softmax_scale, factor, key_tiles,
-    CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr, THIRD: gl.constexpr,
 ):  # fmt: skip
     """dk_desc: on entry it holds the smoothed K, which a program reads where it will write."""
     pid = gl.program_id(0)
@@ -260,32 +327,38 @@ def hopper_backward_scores(
     numbers_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BLOCK], numbers_desc.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_ring = gl.allocate_shared_memory(do_desc.dtype, [2 * SLOTS, BLOCK, BLOCK], DS)
-    stagings = gl.allocate_shared_memory(gl.float32, [2, BLOCK * D // 2 // SUMS_ROW, SUMS_ROW], sums_desc.layout)
+    stagings = gl.allocate_shared_memory(
+        gl.float32, [D // WIDTH, BLOCK * WIDTH // SUMS_ROW, SUMS_ROW], sums_desc.layout
+    )
     once = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k16_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    ds_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(once, count=1)
+    mbarrier.init(k16_there, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(SLOTS):
         mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(ds_empty.index(i), count=1)
 
     descs = (k_desc, dk_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc)
     rings = (q_ring, q16_ring, do_ring, numbers_ring, full, empty)
-    shared = (k_tile, k16_tile, v_tile, rings, once)
-    exchange = (ds_ring, ds_full)
-    tensors = (k_scale, sums_desc, stagings, dk_desc, dv_desc)
-    numbers = (b, kv_head, col, tile, lo, steps, group, blocks, m, n, softmax_scale, factor)
+    shared = (k_tile, k16_tile, v_tile, rings, once, k16_there)
+    exchange = (ds_ring, ds_full, ds_empty)
+    tensors = (k_scale, dk_desc, dv_desc)
+    numbers = (b, kv_head, col, lo, steps, group, m, n, softmax_scale, factor)
     where = (b, kv, kv_head, group, col, n_pad, m_pad, lo, steps)
     gl.warp_specialize(
         [
-            (_consumer, (shared, exchange, tensors, numbers, 0, D, CAUSAL, STAGES)),
-            (_consumer, (shared, exchange, tensors, numbers, 1, D, CAUSAL, STAGES)),
-            (_producer, (descs, shared, where, D, STAGES)),
+            (_main, (shared, exchange, tensors, numbers, 0, D, CAUSAL, STAGES)),
+            (_main, (shared, exchange, tensors, numbers, 1, D, CAUSAL, STAGES)),
+            (_third, (descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D, STAGES)),
         ],
-        [4, 1], [REGISTERS, 24],
+        [4, 4], [MAIN, THIRD],
     )  # fmt: skip
 
 
@@ -310,12 +383,12 @@ def backward(
         (
             whole_rows(k8.rows, block), tokens(v, block), whole_rows(q8.rows, block), tokens(q, block),
             tokens(do, block), vector(numbers, 4 * block), tokens(dk, block), tokens(dv, block),
-            plain_rows(sums, SUMS_ROW.value, block * dim // 2 // SUMS_ROW.value), k8.scale,
+            plain_rows(sums, SUMS_ROW.value, block * WIDTH.value // SUMS_ROW.value), k8.scale,
         ),
         (
             h, h // kv_heads, m, n, q8.rows.shape[1], k8.rows.shape[1], softmax_scale, softmax_scale * tuning.LOG2E,
             key_tiles,
         ),
-        CAUSAL=causal, D=dim, STAGES=tune.stages, REGISTERS=tune.registers, num_warps=4,
+        CAUSAL=causal, D=dim, STAGES=tune.stages, MAIN=tune.main, THIRD=tune.third, num_warps=4,
     )  # fmt: skip
     return sums

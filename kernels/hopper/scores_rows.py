@@ -42,11 +42,10 @@ def _round_dq(sums, dq, dq_b, dq_h, dq_m, dq_d, heads, m, tiles, scale, D: tl.co
     bh = pid // tiles
     inside = tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, D)[None, :]
-    half, c = d // (D // 2), d % (D // 2)
     w, i, g = inside // 16, inside // 8 % 2, inside % 8
-    h, b, t, e = c // 16, c // 8 % 2, c // 2 % 4, c % 2
-    place = ((((2 * h + i) * 4 + w) * 8 + g) * 4 + t) * 4 + 2 * b + e
-    values = tl.load(sums + pid * (BLOCK * D) + half * (BLOCK * (D // 2)) + place) * scale
+    h, t, e = d // 8, d // 2 % 4, d % 2
+    place = (((4 * h + w) * 8 + g) * 4 + t) * 4 + 2 * i + e
+    values = tl.load(sums + pid * (BLOCK * D) + place) * scale
     rows = pid % tiles * BLOCK + inside
     dq += (bh // heads) * dq_b + (bh % heads) * dq_h
     tl.store(dq + rows * dq_m + d * dq_d, values.to(dq.dtype.element_ty), mask=rows < m)
@@ -70,8 +69,8 @@ def prepare_rows(q_scale: Tensor, do: Tensor, o: Tensor, lse2: Tensor) -> tuple[
 
 
 def round_dq(sums: Tensor, dq: Tensor, scale: float) -> None:
-    """Writes dq [B, H, M, D] (any strides) = scale times its sums, which lie as `backward_scores` adds to them: of a
-    tile first the left half of its columns, and each half in the order of `_add_to_memory`."""
+    """Writes dq [B, H, M, D] (any strides) = scale times its sums. They lie as `backward_scores` adds to them: a tile's
+    parts one after the other, each in the order of `_add_to_memory`, which so is the order of the whole tile."""
     b, h, m, dim = dq.shape
     tiles = sums.shape[1]
     launch(

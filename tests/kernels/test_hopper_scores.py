@@ -146,7 +146,7 @@ def test_the_kernels_are_named(launched, monkeypatch):
 
 @pytest.mark.parametrize("dim", scores.DIMS)
 def test_rows_are_prepared_and_dq_is_put_in_order(dim):
-    """The sums of a tile: halves of the columns; of each the order in which a warpgroup's threads hold a product."""
+    """The sums of a tile lie in the order in which a warpgroup's threads hold a product, four of each together."""
     q, _, _, do = inputs(100, 1, dim, 2, 1, batch=2, dtype=torch.float16)
     q, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, do))
     lse2, scale = torch.randn(4, 128), torch.rand(4, 2)
@@ -158,8 +158,8 @@ def test_rows_are_prepared_and_dq_is_put_in_order(dim):
     assert torch.equal(of_tiles[:, 2], scale.reshape(8, 1).expand(8, 64))
     assert not sums.any()
     wanted = torch.randn(4, 128, dim)
-    for_thread = wanted.reshape(4, 2, 4, 2, 8, 2, dim // 32, 2, 4, 2)  # head, tile, w, i, g, half, h, b, t, e
-    sums.copy_(for_thread.permute(0, 1, 5, 6, 3, 2, 4, 8, 7, 9).reshape(sums.shape))
+    for_thread = wanted.reshape(4, 2, 4, 2, 8, dim // 8, 4, 2)  # head, tile, w, i, g, h, t, e
+    sums.copy_(for_thread.permute(0, 1, 5, 2, 4, 6, 3, 7).reshape(sums.shape))
     dq = torch.full_like(q, torch.nan)
     scores_rows.round_dq(sums, dq, 0.5)
     assert torch.equal(dq.flatten(0, 1), (wanted[:, :100] * 0.5).half())
@@ -167,11 +167,18 @@ def test_rows_are_prepared_and_dq_is_put_in_order(dim):
 
 @pytest.mark.parametrize(
     ("m", "n", "dim", "causal", "programs"),
-    [(65, 64, 64, True, 132), (130, 200, 64, False, 1), (300, 190, 64, True, 2), (200, 461, 128, True, 3)],
+    [
+        (65, 64, 64, True, 132),
+        (130, 200, 64, False, 1),
+        (300, 190, 64, True, 2),
+        (200, 461, 128, True, 3),
+        (40, 140, 64, True, 1),
+        (70, 130, 128, False, 1),
+    ],
 )
 def test_agrees_with_the_reference(m, n, dim, causal, programs, monkeypatch):
     """Forward and backward; few programs have several items each, one after another. Scales differ from block to block,
-    and tokens lie as in Megatron."""
+    and tokens lie as in Megatron. 40 queries: fewer tiles than stages."""
     monkeypatch.setattr(tuning, "processors", lambda device: programs)
     q, k, v, do = inputs(m, n, dim, 4, 2, dtype=torch.float16)
     q, k = (x * torch.linspace(1, 3, x.shape[2])[:, None].half() for x in (q, k))

@@ -11,6 +11,7 @@ from sagebwd.attention.config import BLOCKS
 from sagebwd.kernels import tuning
 from sagebwd.kernels.common import padded_dim
 from sagebwd.kernels.compile_check import ARCHITECTURES
+from sagebwd.kernels.hopper import scores
 
 DIMS = (32, 64, 72, 80, 96, 112, 128, 192, 256)
 RULES = ({}, {"smooth_q": True}, {"products": "scores"})
@@ -59,6 +60,16 @@ def test_the_remedy_of_a_refusal_is_accepted():
 def test_the_default_runs_everywhere(arch, dim):
     for rule in RULES:
         assert tuning.refusal(arch, dim, QuantConfig(**rule)) is None
+
+
+@pytest.mark.parametrize("dim", scores.DIMS)
+def test_hopper_s_scores_backward_has_all_registers_and_no_more(dim):
+    """A warpgroup that asks for more than the others gave back would wait for ever."""
+    tune = tuning.hopper_scores_backward(dim)
+    at_first = 65536 // (3 * 128) // 8 * 8  # of a thread; all are multiples of 8
+    assert 2 * tune.main + tune.third == 3 * at_first
+    assert tune.main % 8 == tune.third % 8 == 0
+    assert tune.stages in (2, 4)
 
 
 def test_a_big_tile_gets_a_shorter_pipeline_on_a_small_gpu(monkeypatch):
