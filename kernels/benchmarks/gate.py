@@ -30,20 +30,22 @@ class Result(NamedTuple):
     unavailable: str  # why a peer does not run this kind of shape; empty: it runs
 
 
-def gate(kinds: list[Shape], scores: bool) -> list[Result]:
+def gate(kinds: list[Shape], config: QuantConfig) -> list[Result]:
     """Checks each attention on each kind of shape (the length is the gate's own), several processes at a time: they
     leave what Triton compiles in its cache, which the measurement then reads."""
     jobs = [kind._replace(length=length) for kind in kinds for length in LENGTHS]
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1, 8)) as pool:
-        return [result for results in pool.imap(partial(check, scores=scores), jobs, chunksize=1) for result in results]
+        return [result for results in pool.imap(partial(check, config=config), jobs, chunksize=1) for result in results]
 
 
-def check(shape: Shape, scores: bool) -> list[Result]:
+def check(shape: Shape, config: QuantConfig) -> list[Result]:
     torch.set_num_threads(1)
     q, k, v, do = shape.tensors(batch=1)
     truth = _truth(q, k, v, do, shape.causal)
+    specified = _specified(q, k, v, do, shape.causal, config)
+    limits = {name: SLACK * error for name, error in _errors(specified, truth).items()}
     results = []
-    for attention in attentions(scores)[0]:
+    for attention in attentions(config)[0]:
         try:
             with attention.as_checked():
                 o = attention.run(q, k, v, shape.causal)
@@ -59,8 +61,6 @@ def check(shape: Shape, scores: bool) -> list[Result]:
             failure = _over(errors, dict.fromkeys(NAMES, FULL_PRECISION), "the truth in FP64")
             results.append(Result(shape, attention.name, errors, None, failure, ""))
             continue
-        specified = _specified(q, k, v, do, shape.causal, attention.config)
-        limits = {name: SLACK * error for name, error in _errors(specified, truth).items()}
         distance = _errors(actual, specified)
         failure = _over(distance, dict.fromkeys(NAMES, AGAINST_REFERENCE), "the reference")
         failure = failure or _over(errors, limits, "the truth in FP64")

@@ -14,20 +14,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from sagebwd.attention import QuantConfig, sage_attention
 from sagebwd.kernels import hopper, tuning
 
-SAGE, PORTABLE, SCORES = "SageBwd", "SageBwd portable", "SageBwd scores"
-FLASH, CUDNN, FA4 = "SDPA flash", "SDPA cuDNN", "flash-attn-4"
-OURS = (SAGE, PORTABLE, SCORES)
+SAGE, PORTABLE, FLASH, CUDNN, FA4 = "SageBwd", "SageBwd portable", "SDPA flash", "SDPA cuDNN", "flash-attn-4"
+OURS = (SAGE, PORTABLE)
 
 
 class Attention(NamedTuple):
     """run(q, k, v, causal) -> o, all [batch, heads, tokens, dim], K and V with fewer heads for GQA; differentiable.
 
-    Its backward too must be called inside `as_timed`, or `as_checked`, which choose SageBwd's kernels. config: of ours.
+    Its backward too must be called inside `as_timed`, or `as_checked`, which choose SageBwd's kernels.
     """
 
     name: str
     run: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-    config: QuantConfig = QuantConfig()
 
     @property
     def ours(self) -> bool:
@@ -42,15 +40,18 @@ class Attention(NamedTuple):
         return hopper.switched("0" if self.name == PORTABLE else "1")
 
 
-def attentions(scores: bool) -> tuple[list[Attention], dict[str, str]]:
+def attentions(config: QuantConfig) -> tuple[list[Attention], dict[str, str]]:
     """Those that can be imported here, ours first, and why others cannot. That one computes right, `gate` says.
 
-    scores: SageBwd with products="scores" among them.
+    config: of SageBwd.
     """
+
+    def sage(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return sage_attention(q, k, v, causal=causal, config=config)
+
     found = [
-        _sage(SAGE),
-        *([_sage(PORTABLE)] if tuning.capability(torch.device("cuda")) == 90 else []),
-        *([_sage(SCORES, QuantConfig(products="scores"))] if scores else []),
+        Attention(SAGE, sage),
+        *([Attention(PORTABLE, sage)] if tuning.capability(torch.device("cuda")) == 90 else []),
         Attention(FLASH, _sdpa(SDPBackend.FLASH_ATTENTION)),
         Attention(CUDNN, _sdpa(SDPBackend.CUDNN_ATTENTION)),
     ]
@@ -65,13 +66,6 @@ def attentions(scores: bool) -> tuple[list[Attention], dict[str, str]]:
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return [*found, Attention(FA4, fa4)], {}
-
-
-def _sage(name: str, config: QuantConfig = QuantConfig()) -> Attention:  # noqa: B008 (frozen)
-    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return sage_attention(q, k, v, causal=causal, config=config)
-
-    return Attention(name, run, config)
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:

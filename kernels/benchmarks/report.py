@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sagebwd.kernels.benchmarks.gate import NAMES, Result
 from sagebwd.kernels.benchmarks.measure import Measurement
-from sagebwd.kernels.benchmarks.peers import OURS, PORTABLE, SAGE, SCORES
+from sagebwd.kernels.benchmarks.peers import OURS, PORTABLE, SAGE
 from sagebwd.kernels.benchmarks.shapes import Shape
 
 CSV, PICTURE, REPORT = "results.csv", "speedup.png", "report.md"
@@ -25,9 +25,6 @@ and backward allocate on top of q, k, v and dO. *Saved*: what is kept from forwa
 PORTABLE_ALONE = """\
 SageBwd above takes the kernels for Hopper GPUs (kernels/hopper) where these are faster; here are the portable ones, as
 every other GPU has them, on the same tensors.\
-"""
-SCORES_ALONE = """\
-SageBwd with products="scores", INT8 in Q K^T alone: the same tensors, with the kernels that users have.\
 """
 BREAK_EVEN = "The smallest measured length from which on SageBwd is at least as fast in forward + backward:"
 
@@ -120,30 +117,23 @@ def _tflops(m: Measurement, forwards: float, ms: Callable[[Measurement], float])
 
 def markdown(table: Table, gates: list[Result], facts: dict[str, str], missing: dict[str, str]) -> str:
     """report.md. facts: how it was made; missing: why a peer is not in it."""
-    lines = [f"# SageBwd's speed on {facts['GPU']}", "", f"**{headline(table)}**", "", METHOD, ""]
+    lines = [f"# SageBwd's speed on {facts['GPU']}", "", facts["SageBwd"], "", f"**{headline(table)}**", "", METHOD, ""]
     lines += [f"![Speed-up of SageBwd by sequence length]({PICTURE})", ""]
     lines += [f"- {peer}: {reason}." for peer, reason in missing.items()]
     lines += ["", "## Break-even", "", BREAK_EVEN, ""]
     lines += [*_break_even(table), "", "## Times", ""]
     for kind, shapes in table.kinds().items():
         lines += [f"### {kind}", "", *_times(table, shapes), ""]
-    lines += _of_path(table, PORTABLE, "The portable kernels alone", PORTABLE_ALONE, "portable")
-    lines += _of_path(table, SCORES, "INT8 in Q K^T alone", SCORES_ALONE, "scores")
+    if any(m.attention == PORTABLE for m in table.measurements):
+        lines += ["## The portable kernels alone", "", PORTABLE_ALONE, ""]
+        lines += [BREAK_EVEN, "", *_break_even(table, PORTABLE), ""]
+        for kind, shapes in table.kinds().items():
+            lines += [f"### {kind}, portable", "", *_times(table, shapes, PORTABLE), ""]
     lines += ["## Memory", "", *_memory(table), "", "## Correctness, checked first", ""]
     lines += ["The largest Rel-L2 over the shapes checked, against FP64; for SageBwd also against its reference.", ""]
     lines += [*_gate(gates), "", "## How it was made", ""]
     lines += ["| | |", "|---|---|", *(f"| {fact} | {text} |" for fact, text in facts.items())]
     return "\n".join(lines) + "\n"
-
-
-def _of_path(table: Table, path: str, heading: str, about: str, short: str) -> list[str]:
-    """The section on another of SageBwd's paths; nothing if it was not measured."""
-    if all(m.attention != path for m in table.measurements):
-        return []
-    lines = [f"## {heading}", "", about, "", BREAK_EVEN, "", *_break_even(table, path), ""]
-    for kind, shapes in table.kinds().items():
-        lines += [f"### {kind}, {short}", "", *_times(table, shapes, path), ""]
-    return lines
 
 
 def headline(table: Table) -> str:

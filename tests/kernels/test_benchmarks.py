@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from sagebwd.kernels.benchmarks import context, gate, plot, report
 from sagebwd.kernels.benchmarks.measure import Measurement
-from sagebwd.kernels.benchmarks.peers import CUDNN, FLASH, PORTABLE, SAGE, SCORES, Attention
+from sagebwd.kernels.benchmarks.peers import CUDNN, FLASH, PORTABLE, SAGE, Attention
 from sagebwd.kernels.benchmarks.shapes import TOKENS, WIDTH, Shape, shapes
 from sagebwd.kernels.hopper import SWITCH
 from tests.conftest import HAS_GPU
@@ -60,20 +60,17 @@ def test_the_files_hold_every_shape_and_say_what_is_missing(tmp_path):
         rows = list(csv.DictReader(file))
     assert len(rows) == len(made_up)
     assert float(rows[0]["saved_bytes_per_token"]) == 100
-    text = report.markdown(full, gates, {"GPU": "Test GPU", "commit": "abc"}, {"flash-attn-4": "not installed"})
+    text = report.markdown(
+        full, gates, {"GPU": "Test GPU", "SageBwd": "products=all", "commit": "abc"}, {"flash-attn-4": "not installed"}
+    )
     assert "- flash-attn-4: not installed." in text
     assert text.count("### D=") == 2 * 8  # the portable kernels have tables of their own, and are no peer
     assert text.count(report.BREAK_EVEN) == 2
     assert all(f"peak {name}, MiB" in text for name in names)
     assert full.peers() == [FLASH, CUDNN]
-    assert SCORES not in text
-    more = report.Table([*made_up, *(measured(SCORES, shape, 1.0) for shape in grid)])
-    assert more.peers() == full.peers()
-    of_scores = report.markdown(more, gates, {"GPU": "Test GPU", "commit": "abc"}, {})
-    assert of_scores.count("### D=") == 3 * 8
-    assert f"peak {SCORES}, MiB" in of_scores
     assert "n/a" in text
     assert "| commit | abc |" in text
+    assert text.count("products=all") == 2  # on top, and among the facts
     plot.draw(tmp_path / "p.png", full, "title", "subtitle")
     assert imread(tmp_path / "p.png").shape[1] == 1800
 
@@ -81,13 +78,13 @@ def test_the_files_hold_every_shape_and_say_what_is_missing(tmp_path):
 def test_each_path_is_timed_as_users_have_it_and_checked_with_the_kernels_of_long_shapes(monkeypatch):
     monkeypatch.setenv(SWITCH, "as it was")
     chosen = {}
-    for name in (SAGE, PORTABLE, SCORES):
+    for name in (SAGE, PORTABLE):
         attention = Attention(name, lambda *_: torch.empty(0))
         with attention.as_timed():
             timed = os.environ.get(SWITCH)
         with attention.as_checked():
             chosen[name] = timed, os.environ.get(SWITCH)
-    assert chosen == {SAGE: (None, "1"), PORTABLE: ("0", "0"), SCORES: (None, "1")}
+    assert chosen == {SAGE: (None, "1"), PORTABLE: ("0", "0")}
     assert os.environ[SWITCH] == "as it was"
 
 
