@@ -46,9 +46,6 @@ def run(experiment: Experiment, *, gpu: str | None, nproc: int, at_once: int) ->
         if each.memory.total > 0.92 * spec.memory * 1e9:  # as sold, less CUDA's own and fragments
             print(f"note: {arm} may not fit {spec.memory} GB: lower train.micro_batch")
             break
-    for arm, recipe in experiment.arms.items():
-        if recipe.attention.kind == "sagebwd" and recipe.attention.quant.products != "all":
-            print(f"note: {arm}'s attention is not measured yet: its time is taken to be that of products=all")
     print(_trust(spec, name))
 
 

@@ -23,12 +23,15 @@ GIB = 2**30
 # Dense products: of the peak, for wide matrices; narrow ones come to hidden / (hidden + NARROW) of that (assumed).
 PRODUCT_SHARE, NARROW = 0.75, 160
 # Attention, forward + backward, TFLOP/s by length, causal: kernels/benchmarks/results/nvidia-h200/results.csv; SageBwd
-# and 1024 by triton.testing.do_bench on commit 79e6470, which leaves out the host's share.
+# and 1024 by triton.testing.do_bench on commit 79e6470, which leaves out the host's share. With products="scores":
+# results/nvidia-h200-scores, the host's share inside at 1024.
 ATTENTION = {
     ("fpa", 64): {1024: 271.6, 4096: 384.0, 16384: 427.9},  # SDPA cuDNN
     ("fpa", 128): {1024: 347.3, 4096: 484.5, 16384: 540.8},
-    ("sagebwd", 64): {1024: 185.7, 4096: 300.7, 16384: 373.0},
-    ("sagebwd", 128): {1024: 194.4, 4096: 361.1, 16384: 453.6},
+    ("all", 64): {1024: 185.7, 4096: 300.7, 16384: 373.0},
+    ("all", 128): {1024: 194.4, 4096: 361.1, 16384: 453.6},
+    ("scores", 64): {1024: 163.2, 4096: 428.5, 16384: 508.9},
+    ("scores", 128): {1024: 142.7, 4096: 512.8, 16384: 619.4},
 }
 COPY_SHARE = 0.89  # of the data sheet's bandwidth: 4.26 of 4.8 TB/s in a device copy
 # Reads and writes of the residual stream (times hidden) and of the feed-forward (times ffn), elements a token and
@@ -237,7 +240,9 @@ def _step_parts(recipe: Recipe, gpu: Spec, plan: budget.Plan, dp: int) -> dict[s
 
 def _attention_rate(recipe: Recipe) -> float:
     """TFLOP/s at the recipe's context, on a line between the measured lengths' logarithms; its ends beyond them."""
-    table = ATTENTION[recipe.attention.kind, 64 if recipe.model.dim <= 64 else 128]
+    attention = recipe.attention
+    which = attention.quant.products if attention.kind == "sagebwd" else attention.kind
+    table = ATTENTION[which, 64 if recipe.model.dim <= 64 else 128]
     lengths = sorted(table)
     length = min(max(recipe.data.context, lengths[0]), lengths[-1])
     above = next(index for index, known in enumerate(lengths) if known >= length)
