@@ -117,7 +117,7 @@ def backward_q(device: torch.device, dp: int, config: QuantConfig) -> Launch:
 def scores_forward(device: torch.device, dp: int, config: QuantConfig) -> Launch:
     """With products="scores" Q's scale is a row's and nothing else has one: tiles may be as high as registers allow."""
     sm = capability(device)
-    return _fitting("scores_forward", sm, dp, config, Launch(128 if dp <= 128 else 64, 8, _stages(sm)))
+    return _fitting("scores_forward", sm, dp, config, Launch(_scores_rows(dp), 8, _stages(sm)))
 
 
 def scores_backward_kv(device: torch.device, dp: int, config: QuantConfig) -> Launch:
@@ -134,6 +134,10 @@ def scores_step(config: QuantConfig) -> int:
     """Queries that dK and dV take at a time, on every GPU alike, as it decides the order of their sums: more would
     leave too few registers."""
     return min(config.block_q, 32)
+
+
+def _scores_rows(dp: int) -> int:
+    return 128 if dp <= 128 else 64
 
 
 def _scores_keys(dp: int) -> int:
@@ -190,7 +194,7 @@ def _least(capability: int, dp: int, config: QuantConfig) -> int:
     tiles = {"forward": (q, k), "backward_k": (q, k), "backward_q": (q, k)}
     if config.products == "scores":
         tiles = {
-            "scores_forward": (128 if dp <= 128 else 64, k),
+            "scores_forward": (_scores_rows(dp), k),
             "scores_backward_kv": (scores_step(config), _scores_keys(dp)),
             "scores_backward_q": (_scores_queries(capability, dp), k),
         }
