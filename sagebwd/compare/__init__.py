@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from sagebwd.compare import gap_events, gaps, grid, plot, report, runs, statistics, sweep_report
@@ -34,7 +35,8 @@ def _arms(target: Path, experiment: dict, found: list[Run]) -> str:
     results = [statistics.evaluate(run, reference) for run in found]
     notes = [note for note in (problem, report.unigram_line(found, results)) if note]
     title, subtitle = report.title(results, reference), report.subtitle(found[0].recipe.name, found)
-    plot.draw(target / report.PICTURE, found, results, reference, title, subtitle)
+    colours = plot.palette([run.name for run in found if run is not reference])
+    plot.draw(target / report.PICTURE, found, results, reference, colours, title, subtitle)
     gap_events.write(target, found, {} if reference is None else {run.name: reference for run in found})
     text = report.markdown(experiment, found, results, reference, notes)
     (target / "report.md").write_text(text, encoding="utf-8")
@@ -48,17 +50,24 @@ def _sweep(target: Path, experiment: dict, found: list[Run]) -> str:
     margin = experiment.get("margin", MARGIN)
     against, notes = grid.references(found)
     results = [statistics.evaluate(run, against.get(run.name)) for run in found]
-    points = grid.points(found, results, against, margin)
+    arms = list(dict.fromkeys(experiment["variants"].values()))
+    points = grid.points(found, results, against, margin, arms)
+    # An arm has one colour in all pictures, also where another is missing.
+    references = {run.variant for run in against.values()}
+    colours = plot.palette(sorted({run.variant for run in found}, key=lambda arm: (arm in references, arms.index(arm))))
     curves = {}
-    for name, cell in _first_seeds(found).items():
-        of_cell = [result for result in results if result.name in {run.name for run in cell}]
+    of_run = {result.name: result for result in results}
+    for name, members in _first_seeds(found).items():
+        # Named by their arm alone: the subtitle says of which cell they are.
+        of_cell = [replace(of_run[run.name], name=run.variant) for run in members]
+        cell = [replace(run, name=run.variant) for run in members]
         reference, _ = statistics.reference(cell)
         title, subtitle = report.title(of_cell, reference), report.subtitle(cell[0].recipe.name, cell)
-        plot.draw(target / f"curves-{name}.png", cell, of_cell, reference, title, subtitle)
+        plot.draw(target / f"curves-{name}.png", cell, of_cell, reference, colours, title, subtitle)
         curves[f"curves-{name}.png"] = f"Loss curves at {name}, seed {cell[0].cell.seed}"
     if any(point.verdict is not None for point in points):
         subtitle = report.subtitle(found[0].recipe.name, found, sweep=True)
-        gaps.draw(target / sweep_report.PICTURE, points, margin, sweep_report.title(points), subtitle)
+        gaps.draw(target / sweep_report.PICTURE, points, margin, colours, sweep_report.title(points), subtitle)
     gap_events.write(target, found, against)
     text = sweep_report.markdown(experiment, found, results, points, margin, notes, curves)
     (target / "report.md").write_text(text, encoding="utf-8")

@@ -18,10 +18,10 @@ WIDTH = 10.0  # inches
 APART = 0.11  # of the step from one tokens per step to the next: so far arms stand beside each other
 
 
-def draw(path: Path, points: list[Point], margin: float, title: str, subtitle: str) -> None:
-    """Write the picture as a PNG, one panel with QK-norm and one without where both were run."""
+def draw(path: Path, points: list[Point], margin: float, colours: dict[str, str], title: str, subtitle: str) -> None:
+    """Write the picture as a PNG, one panel with QK-norm and one without where both were run. colours: of every arm."""
     points = [point for point in points if point.verdict is not None]
-    colours = dict(zip(dict.fromkeys(p.variant for p in points), plot.COLOURS * len(points), strict=False))
+    colours = {variant: colours[variant] for variant in colours if any(point.variant == variant for point in points)}
     panels = list(dict.fromkeys(point.qk_norm for point in points))
     height = 1.6 + 3.2 * len(panels)
     figure = Figure(figsize=(WIDTH, height), dpi=150, facecolor="white")

@@ -53,14 +53,15 @@ def references(runs: list[Run]) -> tuple[dict[str, Run], list[str]]:
     return found, problems
 
 
-def points(runs: list[Run], results: list[Result], against: dict[str, Run], margin: float) -> list[Point]:
-    """Every arm at every point of the grid, by QK-norm and tokens per step, then in the recipe's order of arms."""
+def points(
+    runs: list[Run], results: list[Result], against: dict[str, Run], margin: float, arms: list[str]
+) -> list[Point]:
+    """Every arm at every point of the grid, by QK-norm and tokens per step, then in the order of `arms`."""
     by_name = {result.name: result for result in results}
     grouped: dict[tuple, list[Run]] = {}
     for run in runs:
         grouped.setdefault((run.cell.qk_norm, run.cell.tokens_per_step, run.variant), []).append(run)
-    order = list(dict.fromkeys(run.variant for run in runs))
-    keys = sorted(grouped, key=lambda key: (not key[0], key[1], order.index(key[2])))
+    keys = sorted(grouped, key=lambda key: (not key[0], key[1], arms.index(key[2])))
     return [_point(grouped[key], by_name, against, margin) for key in keys]
 
 

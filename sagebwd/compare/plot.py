@@ -38,12 +38,20 @@ class _Label:
     y: float
 
 
-def draw(path: Path, runs: list[Run], results: list[Result], reference: Run | None, title: str, subtitle: str) -> None:
-    """Write the picture as a PNG, 1500 pixels wide."""
-    arms, palette = [], iter(COLOURS * len(runs))
+def palette(names: list[str]) -> dict[str, str]:
+    """A colour for each name, in their order; over again where there are more names than colours."""
+    return dict(zip(names, COLOURS * len(names), strict=False))
+
+
+def draw(
+    path: Path, runs: list[Run], results: list[Result], reference: Run | None, colours: dict[str, str],
+    title: str, subtitle: str,
+) -> None:  # fmt: skip
+    """Write the picture as a PNG, 1500 pixels wide. colours: by a run's name; the reference has its own."""
+    arms = []
     for run, result in zip(runs, results, strict=True):
         wide = run is reference
-        arms.append(_Arm(run, result, REFERENCE if wide else next(palette), wide))
+        arms.append(_Arm(run, result, REFERENCE if wide else colours[run.name], wide))
     arms.sort(key=lambda arm: not arm.wide)
     window = max(3, max(len(run.get(TRAIN).steps) for run in runs) // 20) | 1
     with_gaps = reference is not None and len(runs) > 1

@@ -59,6 +59,7 @@ def subtitle(experiment: str, runs: list[Run], *, sweep: bool = False) -> str:
         f"{count(parameters['total'])} parameters" if "total" in parameters else "",
         f"context {run.recipe.data.context:,}",
         f"{count(train.total_tokens)} tokens a run" if sweep else f"{train.tokens_per_step:,} tokens a step",
+        "" if sweep or run.recipe.model.qk_norm else "no QK-norm",
         run.meta.get("precision", ""),
         f"{len({run.cell.seed for run in runs})} seed(s)" if sweep else f"seed {run.recipe.seed}",
         run.meta.get("device", ""),

@@ -5,10 +5,12 @@ import json
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 from scipy import stats
 
-from sagebwd.compare import compare
+from sagebwd.compare import compare, plot
 from sagebwd.errors import UserError
 from sagebwd.training import run_folder
 from sagebwd.training.recipe import Recipe
@@ -143,3 +145,17 @@ def test_runs_on_another_corpus_are_not_compared(folder: Path) -> None:
     write_run(folder / "1024-s1-near", recipe(SAGE, 1024, 1), {}, META | {"data_digest": "e" * 64})
     with pytest.raises(UserError, match=r"1024-s1-near cannot be compared, since the prepared data's digest differs"):
         compare(folder)
+
+
+def test_an_arm_keeps_its_colour_where_another_is_missing(folder: Path) -> None:
+    for path in folder.glob("1024-*-near/config.yaml"):
+        path.unlink()
+    target = compare(folder)
+    near, far = plot.COLOURS[:2]
+    shown = {name: [drawn(target / f"curves-{name}.png", colour) for colour in (near, far)] for name in SIZES}
+    assert shown == {1024: [False, True], 4096: [True, True]}
+
+
+def drawn(picture: Path, colour: str) -> bool:
+    pixels = np.round(imread(picture)[..., :3] * 255)
+    return bool((pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(-1).any())
