@@ -50,7 +50,7 @@ def _sweep(target: Path, experiment: dict, found: list[Run]) -> str:
     margin = experiment.get("margin", MARGIN)
     against, notes = grid.references(found)
     results = [statistics.evaluate(run, against.get(run.name)) for run in found]
-    arms = list(dict.fromkeys(experiment["variants"].values()))
+    arms = list(dict.fromkeys([*experiment["variants"].values(), *(run.variant for run in found)]))  # found: others too
     points = grid.points(found, results, against, margin, arms)
     # An arm has one colour in all pictures, also where another is missing.
     references = {run.variant for run in against.values()}

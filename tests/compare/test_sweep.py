@@ -156,6 +156,12 @@ def test_an_arm_keeps_its_colour_where_another_is_missing(folder: Path) -> None:
     assert shown == {1024: [False, True], 4096: [True, True]}
 
 
+def test_a_run_that_the_recipe_does_not_name_is_an_arm_of_its_own(folder: Path) -> None:
+    write_run(folder / "1024-s1-tried", recipe(SAGE, 1024, 1), losses(0.5))
+    compare(folder)
+    assert float(point(folder, "1024-s1-tried", 1024)["gap_mean"]) == pytest.approx(0.4, abs=1e-6)
+
+
 def drawn(picture: Path, colour: str) -> bool:
     pixels = np.round(imread(picture)[..., :3] * 255)
     return bool((pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(-1).any())
