@@ -50,11 +50,12 @@ def _sweep(target: Path, experiment: dict, found: list[Run]) -> str:
     margin = experiment.get("margin", MARGIN)
     against, notes = grid.references(found)
     results = [statistics.evaluate(run, against.get(run.name)) for run in found]
-    arms = list(dict.fromkeys([*experiment["variants"].values(), *(run.variant for run in found)]))  # found: others too
+    # The recipe's arms, and what else was found.
+    arms = list(dict.fromkeys([*experiment["variants"].values(), *(run.variant for run in found)]))
     points = grid.points(found, results, against, margin, arms)
     # An arm has one colour in all pictures, also where another is missing.
     references = {run.variant for run in against.values()}
-    colours = plot.palette(sorted({run.variant for run in found}, key=lambda arm: (arm in references, arms.index(arm))))
+    colours = plot.palette(sorted(arms, key=lambda arm: arm in references))
     curves = {}
     of_run = {result.name: result for result in results}
     for name, members in _first_seeds(found).items():
