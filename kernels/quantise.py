@@ -25,6 +25,19 @@ class Quantised(NamedTuple):
     smoothed: Tensor | None = None  # [B H, L', D'] in x's dtype: x less the mean, what `rows` is the INT8 form of
 
 
+@triton.jit
+def round_tile(values):
+    """x^ and its scale, one for all of `values`. Not to be compiled with fusion of a product and a sum.
+
+    A tile that holds NaN gets a NaN scale, so that it reaches the output: without their signs, floats have the order of
+    their bits as integers, and NaN is above all. One maximum over integers so does for both.
+    """
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    # The correctly rounded quotient: an operand's integers are those of the reference, bit for bit.
+    inverse = tl.where(largest < TINY, 0.0, tl.div_rn(127.0, tl.maximum(largest, TINY, tl.PropagateNan.ALL)))
+    return to_int8(values * inverse), tl.where(largest < TINY, 0.0, tl.div_rn(largest, 127.0))
+
+
 @triton.jit(do_not_specialize=["heads", "length", "tiles"])
 def _quantise(
     x, mean, other, lse2, rows_out, columns_out, scale_out, tile_mean_out, smoothed_out, like_x, statistics_out,
@@ -75,13 +88,8 @@ def _quantise(
         tile_mean = tl.sum(values, 0) / tl.maximum(filled, 1).to(tl.float32)
         tl.store(tile_mean_out + (bh * tiles + tile) * DP + d, tile_mean)
         values = tl.where(valid, values - tile_mean[None, :], 0.0)
-    largest = tl.max(tl.max(tl.abs(values), 1), 0)
-    # max() passes over NaN: a tile that holds one gets a NaN scale, so that it reaches the output.
-    largest += tl.sum(tl.sum(tl.where(values == values, 0.0, values), 1), 0)
-    # The correctly rounded quotient: an operand's integers are those of the reference, bit for bit.
-    inverse = tl.where(largest < TINY, 0.0, tl.div_rn(127.0, tl.maximum(largest, TINY, tl.PropagateNan.ALL)))
-    q = to_int8(values * inverse)
-    tl.store(scale_out + bh * tiles + tile, tl.where(largest < TINY, 0.0, tl.div_rn(largest, 127.0)))
+    q, scale = round_tile(values)
+    tl.store(scale_out + bh * tiles + tile, scale)
     if ROWS:
         tl.store(rows_out + (bh * tiles * BLOCK + rows)[:, None] * DP + d[None, :], q)
     if COLUMNS:
@@ -116,10 +124,7 @@ def quantise(
     lp = padded_rows(length) if documents is None else documents.shape[0] * ROW_PADDING
     dp = padded_dim(dim)
     tiles = lp // block
-    if lp * dp >= 2**31:
-        raise ValueError(
-            f"{length} tokens of head dim {dim} are too many for one call: use at most {2**31 // dp} (padded)"
-        )
+    check_size(length, lp, dim)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((b * h, *shape), dtype=dtype, device=x.device)
@@ -143,6 +148,15 @@ def quantise(
         enable_fp_fusion=False,  # a product fused with the addition that rounds it would break ties otherwise
     )  # fmt: skip
     return out, statistics
+
+
+def check_size(length: int, rows: int, dim: int) -> None:
+    """Raises ValueError where a workspace of `rows` rows for `length` tokens of a head passes 2^31 elements."""
+    dp = padded_dim(dim)
+    if rows * dp >= 2**31:
+        raise ValueError(
+            f"{length} tokens of head dim {dim} are too many for one call: use at most {2**31 // dp} (padded)"
+        )
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
