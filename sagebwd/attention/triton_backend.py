@@ -15,6 +15,7 @@ from sagebwd.kernels.hopper import forward as hopper_forward
 from sagebwd.kernels.hopper import forward_scores as hopper_forward_scores
 from sagebwd.kernels.hopper import scores as hopper_scores
 from sagebwd.kernels.hopper.backward import backward_refusal
+from sagebwd.kernels.hopper.scores_operands import quantise_both
 from sagebwd.kernels.hopper.scores_rows import round_dq
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, Tables, tables
@@ -78,18 +79,21 @@ def forward(
     for backward. With `packed` B is 1."""
     mask = {"causal": causal, "window": window, "packed": packed}
     on_hopper = takes_hopper(q, config, queries=q.shape[-2], keys=k.shape[-2], v=v, **mask)
+    options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
+    if on_hopper and config.products == "scores":
+        k_mean = key_mean(k, None) if config.smooth_k else None
+        q8, k8 = quantise_both(q, k, k_mean)
+        o = torch.empty_like(q)
+        lse2 = hopper_forward_scores.forward(q8, k8, v, o, causal=causal, softmax_scale=softmax_scale)
+        return o, (v, o, lse2, None, None, None, None, None, q, k, k_mean)
     documents, window = _tables(packed, q, k), _clipped(window, k)
     q_documents, k_documents = (None, None) if documents is None else documents
     k_mean = key_mean(k, k_documents) if config.smooth_k else None
     q8, _ = quantise(q, config.block_q, rows=True, columns=False, tile_mean=config.smooth_q, documents=q_documents)
     k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, documents=k_documents)
     o = _result_like(q, packed)
-    options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
     if config.products == "scores":
-        if on_hopper:
-            lse2 = hopper_forward_scores.forward(q8, k8, v, o, causal=causal, softmax_scale=softmax_scale)
-        else:
-            lse2 = scores.forward(q8, k8, v, o, window=window, documents=q_documents, **options)
+        lse2 = scores.forward(q8, k8, v, o, window=window, documents=q_documents, **options)
         return o, (v, o, lse2, None, None, None, None, None, q, k, k_mean)
     v8, _ = quantise(v, config.block_k, rows=False, columns=True, documents=k_documents)
     if on_hopper:
@@ -132,20 +136,20 @@ def _backward_of_scores(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Q and K are rounded again: their INT8 forms beside them would be a quarter more to keep."""
     v, o, lse2, *_, q, k, k_mean = saved
-    documents, window = _tables(packed, o, v), _clipped(window, v)
-    of_q, of_k = (None, None) if documents is None else documents
-    q8, _ = quantise(q, config.block_q, rows=True, columns=False, documents=of_q)
     dk, dv = (_result_like(v, packed) for _ in range(2))
     sizes = {"queries": do.shape[-2], "keys": v.shape[-2], "causal": causal, "window": window}
     tensors = {"Q": q, "dK": dk, "dV": dv}
     if backward_kernels.on_hopper(do, v, config, **sizes, packed=packed is not None, **tensors):
-        k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, smoothed_to=dk)
+        q8, k8 = quantise_both(q, k, k_mean, smoothed_to=dk)
         options = {"causal": causal, "softmax_scale": softmax_scale}
         sums = hopper_backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
         del q8, k8  # before dQ is made, so that the peak is no higher than SDPA's
-        dq = _result_like(o, packed)
+        dq = torch.empty_like(o)
         round_dq(sums, dq, softmax_scale)
         return dq, dk, dv
+    documents, window = _tables(packed, o, v), _clipped(window, v)
+    of_q, of_k = (None, None) if documents is None else documents
+    q8, _ = quantise(q, config.block_q, rows=True, columns=False, documents=of_q)
     _, statistics = quantise(do, config.block_q, rows=False, columns=False, lse2=lse2, other=o, documents=of_q)
     k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, smoothed=True, documents=of_k)
     dq = _result_like(o, packed)

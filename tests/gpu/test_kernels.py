@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sagebwd.attention import QuantConfig
+from sagebwd.kernels.hopper import scores
 from tests.attention import cases
 from tests.attention.helpers import NAMES, inputs, rel_l2, run, truth
 
@@ -52,6 +53,13 @@ def test_cu_seqlens_that_lie_touch_no_other_memory():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_integers_are_the_reference_s(dtype):
     cases.integers_are_the_reference_s(GPU, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", scores.DIMS)
+@pytest.mark.parametrize("smooth", [True, False])
+def test_q_and_k_are_quantised_as_one_by_one(dim, smooth, dtype):
+    cases.q_and_k_are_quantised_as_one_by_one(GPU, dim, smooth, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,8 +16,10 @@ from sagebwd.kernels.hopper import (
     pieces,
     schedule,
     scores,
+    scores_operands,
     scores_rows,
 )
+from tests.attention import cases
 from tests.attention.cases import TIGHT, by_reference
 from tests.attention.helpers import assert_close, inputs
 from tests.kernels.gluon_on_cpu import on_cpu
@@ -78,7 +80,7 @@ def launched(monkeypatch):
         if name in (*HOPPER, *PORTABLE):
             names.append(name)
 
-    for module in (quantise, mean, portable, forward_scores, backward_scores, scores_rows):
+    for module in (quantise, mean, portable, forward_scores, backward_scores, scores_operands, scores_rows):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(triton_backend, "backend_for", lambda x: "triton")
     monkeypatch.setattr(tuning, "capability", lambda device: 90)
@@ -165,6 +167,12 @@ def test_rows_are_prepared_and_dq_is_put_in_order(dim):
     assert torch.equal(dq.flatten(0, 1), (wanted[:, :100] * 0.5).half())
 
 
+@pytest.mark.parametrize("dim", scores.DIMS)
+@pytest.mark.parametrize("smooth", [True, False])
+def test_q_and_k_are_quantised_as_one_by_one(dim, smooth):
+    cases.q_and_k_are_quantised_as_one_by_one("cpu", dim, smooth, torch.float16)
+
+
 @pytest.mark.parametrize(
     ("m", "n", "dim", "causal", "programs"),
     [
@@ -185,8 +193,7 @@ def test_agrees_with_the_reference(m, n, dim, causal, programs, monkeypatch):
     q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
     o, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
     options = {"causal": causal, "softmax_scale": dim**-0.5}
-    q8, _ = quantise.quantise(q, 64, rows=True, columns=False)
-    k8, _ = quantise.quantise(k, 64, rows=True, columns=False, mean=mean.key_mean(k, None), smoothed_to=dk)
+    q8, k8 = scores_operands.quantise_both(q, k, mean.key_mean(k, None), smoothed_to=dk)
     with on_cpu(forward_scores, forward_scores, operands, pieces, schedule):
         lse2 = forward_scores.forward(q8, k8, v, o, **options)
     with on_cpu(backward_scores, backward_scores, operands, pieces):
