@@ -72,7 +72,7 @@ def key_sums(x: Tensor, documents: Tensor | None = None) -> Tensor:
     b, h, length, dim = x.shape
     slots = padded_rows(length) // ROW_PADDING if documents is None else documents.shape[0]
     dp = padded_dim(dim)
-    sums = torch.empty((b * h, slots, dp), dtype=torch.float32, device=x.device)
+    sums = x.new_empty((b * h, slots, dp), dtype=torch.float32)
     tensors, numbers = (x, sums, documents), (*x.stride(), h, length, slots)
     launch(_slot_sums, b * h * slots, tensors, numbers, D=dim, DP=dp, ROWS=32, num_warps=4)
     return sums
@@ -81,7 +81,7 @@ def key_sums(x: Tensor, documents: Tensor | None = None) -> Tensor:
 def mean_of(sums: Tensor, length: int, documents: Tensor | None = None) -> Tensor:
     """`key_mean` of `length` tokens from their `key_sums`."""
     bh, slots, dp = sums.shape
-    means = torch.empty((bh, 1 if documents is None else slots, dp), dtype=torch.float32, device=sums.device)
+    means = sums.new_empty((bh, 1 if documents is None else slots, dp))
     programs = means.shape[0] * means.shape[1]
     launch(_slot_means, programs, (sums, means, documents), (length, slots), DP=dp, ROWS=32, num_warps=4)
     return means

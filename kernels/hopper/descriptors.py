@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,8 @@ _GLUON = {torch.int8: gl.int8, torch.bfloat16: gl.bfloat16, torch.float16: gl.fl
 
 
 def descriptor(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
-    """x, taken to have `shape` and `strides` [elements], in tiles of `block`: what differs between calls is the
-    address, and Gluon takes longer to check the rest than to launch a kernel."""
-    made = object.__new__(TensorDescriptor)
-    vars(made).update(vars(_checked(x.dtype, shape, strides, block)), base=x)
-    return made
+    """x, taken to have `shape` and `strides` [elements], in tiles of `block`."""
+    return _of(x, _checked(x.dtype, shape, strides, block))
 
 
 def whole_rows(x: Tensor, rows: int) -> TensorDescriptor:
@@ -30,7 +28,7 @@ def whole_rows(x: Tensor, rows: int) -> TensorDescriptor:
 def tokens(x: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` tokens of x [B, H, L, D] as it came, zeros past the last one. Any strides that are not
     `unreadable`."""
-    return descriptor(x, tuple(x.shape), tma_strides(x), (1, 1, rows, x.shape[-1]))
+    return _of(x, _tokens(x.dtype, x.shape, x.stride(), rows))
 
 
 def vector(x: Tensor, length: int) -> TensorDescriptor:
@@ -43,24 +41,43 @@ def plain_rows(x: Tensor, width: int, rows: int) -> TensorDescriptor:
     return descriptor(x, (x.numel() // width, width), (width, 1), (rows, width))
 
 
-def tma_strides(x: Tensor) -> tuple[int, ...]:
-    """x's strides; where a dimension has one element its stride does not matter, and is made one that TMA takes."""
-    *outer, inner = x.stride()
-    return *(s if size > 1 else x.shape[-1] for s, size in zip(outer, x.shape, strict=False)), inner
+def tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """`strides`; where a dimension has one element its stride does not matter, and is made one that TMA takes."""
+    *outer, inner = strides
+    return *(s if size > 1 else shape[-1] for s, size in zip(outer, shape, strict=False)), inner
 
 
 def unreadable(x: Tensor) -> bool:
     """Whether TMA cannot read x: its rows have to begin at multiples of 16 bytes, and their elements to be adjacent."""
-    *outer, inner = tma_strides(x)
-    return inner != 1 or x.data_ptr() % 16 != 0 or any(s == 0 or s * x.element_size() % 16 for s in outer)
+    return x.data_ptr() % 16 != 0 or _unreadable(x.shape, x.stride(), x.dtype)
+
+
+@lru_cache(1024)
+def _unreadable(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    *outer, inner = tma_strides(shape, strides)
+    return inner != 1 or any(s == 0 or s * dtype.itemsize % 16 for s in outer)
+
+
+def _of(x: Tensor, form: dict[str, Any]) -> TensorDescriptor:
+    """What differs between calls is the address, and Gluon takes longer to check the rest than to launch a kernel."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__ = form | {"base": x}
+    return made
+
+
+@lru_cache(1024)
+def _tokens(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> dict[str, Any]:
+    return _checked(dtype, tuple(shape), tma_strides(shape, strides), (1, 1, rows, shape[-1]))
 
 
 @lru_cache(1024)
 def _checked(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-) -> TensorDescriptor:
+) -> dict[str, Any]:
+    """A descriptor's attributes but for the tensor; `kind`: what a kernel was compiled for, see `launch`."""
     address = torch.empty(0, dtype=dtype)
-    return TensorDescriptor(address, list(shape), list(strides), list(block), _layout(block, dtype))
+    made = TensorDescriptor(address, list(shape), list(strides), list(block), _layout(block, dtype))
+    return vars(made) | {"kind": (dtype, *block)}  # its layout follows from them
 
 
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:

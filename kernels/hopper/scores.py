@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ def refusal(
     capability: 10 x major + minor. tensors: what the kernels read or write as it is, by name, [batch, heads, tokens,
     dim] of any strides; without them the answer is for ones that TMA takes.
     """
+    why = _refusal(capability, dim, config, window, packed)
+    if why is None:
+        for name, x in tensors.items():
+            if unreadable(x):
+                return f"TMA takes rows that begin at multiples of 16 bytes, and {name} has strides {x.stride()}"
+    return why
+
+
+@cache  # asked at every call
+def _refusal(capability: int, dim: int, config: QuantConfig, window: bool, packed: bool) -> str | None:
     if capability != 90:
         return f"they need compute capability 9.0, and the GPU has {capability / 10:.1f}"
     if dim not in DIMS:
@@ -31,9 +42,6 @@ def refusal(
     for name in ("block_q", "block_k"):
         if getattr(config, name) != BLOCK:
             return f"they know {name}={BLOCK}, not {getattr(config, name)}"
-    for name, x in tensors.items():
-        if unreadable(x):
-            return f"TMA takes rows that begin at multiples of 16 bytes, and {name} has strides {x.stride()}"
     return None
 
 

@@ -71,8 +71,8 @@ def quantise_both(
     q_tiles, k_tiles = m_pad // BLOCK, n_pad // BLOCK
     q8, k8 = (
         Quantised(
-            torch.empty((heads, tiles * BLOCK, dim), dtype=torch.int8, device=q.device), None,
-            torch.empty((heads, tiles), dtype=torch.float32, device=q.device), None,
+            q.new_empty((heads, tiles * BLOCK, dim), dtype=torch.int8), None,
+            q.new_empty((heads, tiles), dtype=torch.float32), None,
         )
         for heads, tiles in ((b * h, q_tiles), (b * kv_heads, k_tiles))
     )  # fmt: skip

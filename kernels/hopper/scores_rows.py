@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,8 +58,8 @@ def prepare_rows(q_scale: Tensor, do: Tensor, o: Tensor, lse2: Tensor) -> tuple[
     """
     b, h, m, dim = do.shape
     tiles = q_scale.shape[1]
-    numbers = torch.empty(b * h * tiles * 4 * BLOCK, dtype=torch.float32, device=do.device)
-    sums = torch.empty((b * h, tiles, BLOCK * dim), dtype=torch.float32, device=do.device)
+    numbers = q_scale.new_empty(b * h * tiles * 4 * BLOCK)
+    sums = q_scale.new_empty((b * h, tiles, BLOCK * dim))
     launch(
         _prepare_rows, b * h * tiles, (q_scale, do, o, lse2, numbers, sums),
         (*do.stride(), *o.stride(), h, m, tiles), D=dim, BLOCK=BLOCK, num_warps=4,

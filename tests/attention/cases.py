@@ -262,18 +262,23 @@ def poisoned_buffers_do_not_show(device, monkeypatch, mask):
     for config in MASKS[mask].values():
         clean = launched(*tensors, config=config, **args)
         with monkeypatch.context() as patch:
-            for name in ("empty", "empty_like"):
-                patch.setattr(torch, name, _poisoned(getattr(torch, name)))
+            poison(patch)
             poisoned = launched(*tensors, config=config, **args)
         assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
 
 
-def _poisoned(make):
-    def poisoned(*args, **kwargs):
-        x = make(*args, **kwargs)
-        return x.fill_(torch.nan if x.is_floating_point() else 127)
+def poison(patch):
+    """From here on new memory is not whatever it holds, but NaN or 127."""
 
-    return poisoned
+    def poisoned(make):
+        def made(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(torch.nan if x.is_floating_point() else 127)
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        patch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 def all_zero_tiles_give_zeros(device, mask):
