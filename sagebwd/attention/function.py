@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sagebwd.attention.checks import backend_for
 from sagebwd.attention.config import QuantConfig
-from sagebwd.attention.op import settings
+from sagebwd.attention.op import attend, settings
 
 Layout = Literal["bhnd", "nbhd"]
 
@@ -67,7 +67,7 @@ def sage_attention(
     q, k, v = _autocast(q, k, v)
     if layout == "nbhd":
         q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-    o = torch.ops.sagebwd.attention_forward.default(q, k, v, causal, scale, window, _settings(q, config))[0]
+    o = attend(q, k, v, causal, scale, window, _settings(q, config))
     return o.permute(2, 0, 1, 3) if layout == "nbhd" else o
 
 
@@ -109,9 +109,9 @@ def sage_attention_packed(
             raise ValueError(f"{name} is {ends!r}: give an int32 tensor on q's device")
     scale = _check(q, k, v, causal, softmax_scale, window, config)
     q, k, v = (x.transpose(0, 1)[None] for x in _autocast(q, k, v))
-    o = torch.ops.sagebwd.attention_forward_packed.default(
+    o = attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, _settings(q, config)
-    )[0]
+    )
     return o[0].transpose(0, 1)
 
 

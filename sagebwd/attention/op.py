@@ -7,6 +7,8 @@ attention_forward(q, k, v) -> (o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale
 attention_forward_packed: the same on packed documents, [1, heads, tokens, dim].
 attention_backward(do, ...) -> (dq, dk, dv): dq in the memory order of o, dk and dv in that of v.
 
+An eager call that nothing watches runs the same code without them (`attend`).
+
 All tensors are views [batch, heads, tokens, dim] of any strides. A window of None is no window; `settings` holds
 the backend and the QuantConfig. Few arguments: autograd's wrapper of an operator takes time quadratic in them.
 """
@@ -14,13 +16,16 @@ the backend and the QuantConfig. Few arguments: autograd's wrapper of an operato
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
-from functools import cache
+from functools import cache, wraps
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from sagebwd.attention import reference_backend
 from sagebwd.attention.checks import (
@@ -73,7 +78,7 @@ def _parsed(text: str) -> tuple[str, QuantConfig]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float, window: int | None, settings: str):
-    return _run_forward(q, k, v, causal, softmax_scale, window, settings, None)
+    return _filled(q, *_run_forward(q, k, v, causal, softmax_scale, window, settings, None))
 
 
 def _forward_packed(
@@ -82,13 +87,17 @@ def _forward_packed(
     causal: bool, softmax_scale: float, window: int | None, settings: str,
 ):  # fmt: skip
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _run_forward(q, k, v, causal, softmax_scale, window, settings, packed)
+    return _filled(q, *_run_forward(q, k, v, causal, softmax_scale, window, settings, packed))
+
+
+def _filled(q: Tensor, *results: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in results)
 
 
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float, window: int | None, settings: str,
     packed: Packed | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     _check(q, k, v, packed)
     backend, config = _parsed(settings)
     if q.is_cuda:
@@ -104,7 +113,7 @@ def _run_forward(
     with as_given(q):
         o, saved = _module(backend).forward(q, k, v, **options)
     _, _, *kept, _, _, k_mean = saved
-    return o, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in (*kept, k_mean))
+    return o, *kept, k_mean
 
 
 def _backward(
@@ -239,9 +248,13 @@ def _fake_backward(do, v, o, *_):
 
 
 def _save(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    _keep(ctx, inputs, output)
+
+
+def _keep(ctx, inputs, output):
     q, k, v, *packed, causal, softmax_scale, window, settings = inputs
     o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k_mean = output
-    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     config = _parsed(settings)[1]
     given = (None, None, None, None)
@@ -255,13 +268,17 @@ def _save(ctx, inputs, output):
     ctx.inputs = len(inputs)
 
 
-def _differentiate(ctx, do, *_):
+def _differentiate(ctx, do, *_, of=None):
+    """of: what computes it; None: the operator."""
     nothing = (None,) * (ctx.inputs - 3)
     if do is None:
         return None, None, None, *nothing
     v, o, lse2, q_rows, q_scale, k_rows, k_scale, q_mean, q, k, k_mean, *documents = ctx.saved_tensors
+    if of is None:
+        of = torch.ops.sagebwd.attention_backward.default
+        q_rows, q_scale, k_rows, k_scale = _filled(o, q_rows, q_scale, k_rows, k_scale)
     saved = (lse2, q_rows, q_scale, q_mean, k_rows, k_scale, q, k, k_mean)
-    return *torch.ops.sagebwd.attention_backward.default(do, v, o, *saved, *documents, *ctx.options), *nothing
+    return *of(do, v, o, *saved, *documents, *ctx.options), *nothing
 
 
 def _refuse(ctx, *_):
@@ -281,3 +298,57 @@ for _name, _implementation, _fake in (
 for _name in ("attention_forward", "attention_forward_packed"):
     torch.library.register_autograd(f"sagebwd::{_name}", _differentiate, setup_context=_save, lib=_lib)
 torch.library.register_autograd("sagebwd::attention_backward", _refuse, lib=_lib)
+
+
+def _uncompiled(function: Callable) -> Callable:
+    """`function`, into which torch.compile does not trace: a backward may run inside compiled code, after a graph
+    break. What says so imports the compiler, which takes seconds and which a run without it never needs."""
+    disabled = torch._disable_dynamo(function)
+
+    @wraps(function)
+    def call(*arguments):
+        if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+            return disabled(*arguments)
+        return function(*arguments)
+
+    return call
+
+
+class _Eager(torch.autograd.Function):
+    """The operators for a caller whom nothing watches: without the dispatcher and autograd's wrapper of an operator,
+    which cost the host as much as the launches. Same code, same tensors kept."""
+
+    @staticmethod
+    @_uncompiled
+    def forward(ctx, q, k, v, *others):
+        packed = Packed(*others[:4]) if len(others) > 4 else None
+        output = _run_forward(q, k, v, *others[-4:], packed)
+        _keep(ctx, (q, k, v, *others), output)
+        return output[0]
+
+    @staticmethod
+    @_uncompiled
+    def backward(ctx, do):
+        if torch.is_grad_enabled() or not _unwatched(do):  # the operator says that there is no second derivative
+            return _differentiate(ctx, do)
+        return _differentiate(ctx, do, of=_backward)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
+    """o of attention_forward, or with the arguments of packed documents of attention_forward_packed."""
+    if _unwatched(q, k, v):
+        return _Eager.apply(q, k, v, *others)
+    operators = torch.ops.sagebwd
+    operator = operators.attention_forward if len(others) == 4 else operators.attention_forward_packed
+    return operator.default(q, k, v, *others)[0]
+
+
+def _unwatched(*tensors: Tensor | None) -> bool:
+    """Whether nobody is to see an operator: no tracing or compilation, no mode of dispatch (selective recompute, counts
+    of operations, fake tensors), no subclass of Tensor, and a device whose backend is ours."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(x is None or (type(x) in (Tensor, Parameter) and x.device.type in ("cuda", "cpu")) for x in tensors)
+        and not torch.jit.is_tracing()
+    )

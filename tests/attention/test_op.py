@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sagebwd.attention import QuantConfig, op, sage_attention, sage_attention_packed
@@ -182,6 +183,38 @@ def test_compiled_code_runs_backward_inside():
     compiled = [x.detach().clone().requires_grad_() for x in eager]
     assert torch.equal(step(*eager), torch.compile(step, backend="aot_eager")(*compiled))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager, compiled, strict=True))
+
+
+class Seen(TorchDispatchMode):
+    """Which operators are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_eager_call_computes_what_the_operators_compute(name):
+    """Nobody watches: it goes without them. A mode of dispatch watches: it sees them, forward and backward."""
+    call, qkv = call_and_inputs(name)
+    eager = outcome(call, qkv)
+    with Seen() as seen:
+        assert_same(outcome(call, qkv), eager)
+    forward = OPS.attention_forward_packed if name == "packed" else OPS.attention_forward
+    assert [x for x in seen.operators if x.namespace == "sagebwd"] == [forward.default, OPS.attention_backward.default]
+    o = sage_attention(*tensors(), causal=True)
+    assert o.grad_fn.name() == "_EagerBackward"
+
+
+def test_compiled_autograd_takes_the_backward_of_an_eager_call():
+    call, qkv = call_and_inputs("plain")
+    expected = outcome(call, qkv)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        assert_same(outcome(call, qkv), expected)
 
 
 def test_compiling_a_refused_call_says_why():
