@@ -448,7 +448,7 @@ def on_hopper(
         why = scores.backward_refusal(capability, dim, config, **mask, tensors={"dO": do, "V": v, **others})
     else:
         why = backward_refusal(capability, dim, config, **mask, tensors=(do, v))
-    why = why or slower(tuning.HOPPER_BACKWARD, queries, keys, causal)
+    why = why or slower(tuning.HOPPER_FROM[config.products][1], queries, keys, causal)
     if why and why not in _said:
         _said.add(why)
         log.info("SageBwd's backward runs on the portable kernels, not on those for Hopper: %s", why)

@@ -26,8 +26,9 @@ SMALL = 99 << 10
 SHARED_LIMIT = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10}
 
 
-# Keys that a query has on average from which on Hopper's own kernels are faster than the portable ones (H200).
-HOPPER_FORWARD, HOPPER_BACKWARD = 2048, 1024
+# Keys that a query has on average from which on Hopper's own kernels are faster than the portable ones (H200), forward
+# and backward, by QuantConfig.products.
+HOPPER_FROM = {"all": (2048, 1024), "scores": (512, 512)}
 
 
 class Launch(NamedTuple):

@@ -44,7 +44,7 @@ def takes_hopper(
     """Whether Hopper's forward serves queries x [B, H, M, D] of a sequence of `queries` and `keys`."""
     if refused_by_hopper(x, config, window=window, packed=packed, v=v) is not None:
         return False
-    return hopper.slower(tuning.HOPPER_FORWARD, queries, keys, causal) is None
+    return hopper.slower(tuning.HOPPER_FROM[config.products][0], queries, keys, causal) is None
 
 
 def kernels(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
@@ -53,13 +53,13 @@ def kernels(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packe
     refusal = hopper_scores.backward_refusal if config.products == "scores" else backward_refusal
     why_not = refusal(capability, x.shape[-1], config, **mask)
     forward = forward_kernel(x, config, window=window, packed=packed)
-    return f"{forward}; {_in_words('backward', why_not, tuning.HOPPER_BACKWARD)}"
+    return f"{forward}; {_in_words('backward', why_not, tuning.HOPPER_FROM[config.products][1])}"
 
 
 def forward_kernel(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
     """For people: which forward kernel such a call takes, and why it is not the faster one."""
     why_not = refused_by_hopper(x, config, window=window, packed=packed)
-    return _in_words("forward", why_not, tuning.HOPPER_FORWARD)
+    return _in_words("forward", why_not, tuning.HOPPER_FROM[config.products][0])
 
 
 def _in_words(part: str, why_not: str | None, least: float) -> str:
