@@ -14,6 +14,7 @@ os.environ["SAGEBWD_HOPPER"] = "0"
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -21,6 +22,7 @@ from sagebwd.attention import QuantConfig, triton_backend
 from sagebwd.kernels import hopper, launch
 
 launched: list[list[Any]] = []
+hooked: list[list[bool]] = []  # of each launch: what hooks are told, and the hooks
 OPTIONS = {"causal": True, "softmax_scale": 0.125, "config": QuantConfig()}
 
 
@@ -37,7 +39,8 @@ class Launcher:
         self.name = metadata.name
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, packed: Any, *rest: Any) -> None:
-        _, _, _, *arguments = rest  # what hooks are told, and the hooks
+        told, enter, leave, *arguments = rest
+        hooked.append([x is not None for x in (told, enter, leave)])
         assert (y, z, stream) == (1, 1, 7)
         launched.append([self.name, x, *map(described, arguments)])
 
@@ -92,6 +95,14 @@ def main() -> None:
     found["not aligned"] = both(q, k, torch.zeros(1, 2, 128, 68, dtype=torch.bfloat16)[..., 4:])
     with hopper.switched("1"):
         found["hopper"] = both(q, k, v)
+    hooked.clear()
+    call(q, k, v)
+    found["without hooks"] = list(hooked)
+    knobs.runtime.launch_exit_hook.add(print)
+    hooked.clear()
+    call(q, k, v)
+    found["with a hook"] = list(hooked)
+    knobs.runtime.launch_exit_hook.remove(print)
     launch.MOST = len(launch._compiled)
     found["one too many"] = both(q, k, v, softmax_scale=0.5)
     found["left"] = len(launch._compiled)

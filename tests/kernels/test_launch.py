@@ -34,5 +34,10 @@ def test_a_form_is_remembered_by_what_triton_looks_at(found: dict) -> None:
     assert found["not aligned"]["new"] >= 3  # V's quantisation, and what reads V in the backward
 
 
+def test_a_hook_on_triton_s_launches_is_called(found: dict) -> None:
+    assert not any(any(launch) for launch in found["without hooks"])
+    assert all(all(launch) for launch in found["with a hook"])
+
+
 def test_what_is_remembered_is_bounded(found: dict) -> None:
     assert 0 < found["left"] <= len(found["one too many"]["first"])
