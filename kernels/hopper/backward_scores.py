@@ -45,6 +45,7 @@ from sagebwd.kernels.quantise import Quantised
 
 SLOTS = gl.constexpr(2)  # of dS
 WIDTH = gl.constexpr(64)  # columns of dQ that `_third` makes and adds at a time: all 128 would take twice the registers
+TOGETHER = 256  # programs of the heads of which the longest come first: about two for each multiprocessor
 SUMS_ROW = gl.constexpr(256)  # of dQ's sums as TMA sees them: the most that its tile may be wide
 
 
@@ -297,16 +298,23 @@ def _main(
     _write(dk_desc, v_tile.index(GROUP), b, kv_head, col, dk * softmax_scale, D)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "m", "n", "key_tiles"])
+@gluon.jit(do_not_specialize=["heads", "group", "m", "n", "key_tiles", "kv_total", "section"])
 def hopper_backward_scores(
     k_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc, dk_desc, dv_desc, sums_desc, k_scale,
-    heads, group, m, n, m_pad, n_pad, softmax_scale, factor, key_tiles,
+    heads, group, m, n, m_pad, n_pad, softmax_scale, factor, key_tiles, kv_total, section,
     CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr, THIRD: gl.constexpr,
 ):  # fmt: skip
-    """dk_desc: on entry it holds the smoothed K, which a program reads where it will write."""
+    """dk_desc: on entry it holds the smoothed K, which a program reads where it will write.
+
+    kv_total: key/value heads of all batches. Of `section` of them at a time come first the programs of the first keys,
+    which with a causal mask have the most queries: in the end no multiprocessor has a long one left.
+    """
     pid = gl.program_id(0)
-    kv = pid // key_tiles
-    col = pid % key_tiles * (2 * BLOCK)  # with a causal mask the first keys have the most queries
+    begun = pid // (section * key_tiles) * section
+    place = pid - begun * key_tiles
+    here = gl.minimum(section, kv_total - begun)
+    kv = begun + place % here
+    col = place // here * (2 * BLOCK)
     kv_heads = heads // group
     b = kv // kv_heads
     kv_head = kv % kv_heads
@@ -362,6 +370,11 @@ def hopper_backward_scores(
     )  # fmt: skip
 
 
+def _section(heads: int, key_tiles: int) -> int:
+    """How many of `heads` go together: sections of about TOGETHER programs, and no short one at the end."""
+    return triton.cdiv(heads, max(1, heads * key_tiles // TOGETHER))
+
+
 def backward(
     q8: Quantised, k8: Quantised, q: Tensor, do: Tensor, o: Tensor, lse2: Tensor, v: Tensor, dk: Tensor, dv: Tensor,
     *, causal: bool, softmax_scale: float,
@@ -387,7 +400,7 @@ def backward(
         ),
         (
             h, h // kv_heads, m, n, q8.rows.shape[1], k8.rows.shape[1], softmax_scale, softmax_scale * tuning.LOG2E,
-            key_tiles,
+            key_tiles, b * kv_heads, _section(b * kv_heads, key_tiles) if causal else 1,
         ),
         CAUSAL=causal, D=dim, STAGES=tune.stages, MAIN=tune.main, THIRD=tune.third, num_warps=4,
     )  # fmt: skip

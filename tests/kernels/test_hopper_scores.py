@@ -195,12 +195,26 @@ def test_agrees_with_the_reference(m, n, dim, causal, programs, monkeypatch):
     q, k, v, do = inputs(m, n, dim, 4, 2, dtype=torch.float16)
     q, k = (x * torch.linspace(1, 3, x.shape[2])[:, None].half() for x in (q, k))
     q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
+    assert_close(run_here(q, k, v, do, causal), by_reference(q, k, v, do, causal=causal, config=SCORES), TIGHT)
+
+
+def run_here(q, k, v, do, causal):
+    """O, dQ, dK and dV by both kernels."""
     o, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
-    options = {"causal": causal, "softmax_scale": dim**-0.5}
+    options = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5}
     q8, k8 = scores_operands.quantise_both(q, k, mean.key_mean(k, None), smoothed_to=dk)
     with on_cpu(forward_scores, forward_scores, operands, pieces, schedule):
         lse2 = forward_scores.forward(q8, k8, v, o, **options)
     with on_cpu(backward_scores, backward_scores, operands, pieces):
         sums = backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
-    scores_rows.round_dq(sums, dq, dim**-0.5)
-    assert_close((o, dq, dk, dv), by_reference(q, k, v, do, causal=causal, config=SCORES), TIGHT)
+    scores_rows.round_dq(sums, dq, options["softmax_scale"])
+    return o, dq, dk, dv
+
+
+@pytest.mark.parametrize("together", [1, 3, 256])
+def test_programs_of_any_number_of_heads_go_together(together, monkeypatch):
+    """One head at a time, two and then one, all three."""
+    tensors = inputs(130, 130, 64, 3, 3, dtype=torch.float16)
+    monkeypatch.setattr(backward_scores, "TOGETHER", together)
+    assert backward_scores._section(3, 2) == {1: 1, 3: 2, 256: 3}[together]
+    assert_close(run_here(*tensors, True), by_reference(*tensors, causal=True, config=SCORES), TIGHT)
