@@ -26,12 +26,14 @@ def _prepare_rows(
     o += (bh // heads) * o_b + (bh % heads) * o_h
     grads = tl.load(do + rows[:, None] * do_m + d[None, :] * do_d, mask=valid, other=0.0).to(tl.float32)
     values = tl.load(o + rows[:, None] * o_m + d[None, :] * o_d, mask=valid, other=0.0).to(tl.float32)
-    numbers += pid * (4 * BLOCK) + inside
+    numbers += pid * (4 * BLOCK)
     scale = tl.load(q_scale + pid) + tl.zeros((BLOCK,), tl.float32)
-    tl.store(numbers, tl.load(lse2 + pid * BLOCK + inside))
-    tl.store(numbers + BLOCK, tl.sum(grads * values, 1))
-    tl.store(numbers + 2 * BLOCK, scale)
-    tl.store(numbers + 3 * BLOCK, scale)
+    # A thread of a product has columns 8h + 2t + e: of each two h its four together.
+    place = inside // 16 * 16 + inside // 2 % 4 * 4 + inside // 8 % 2 * 2 + inside % 2
+    tl.store(numbers + place, tl.load(lse2 + pid * BLOCK + inside))
+    tl.store(numbers + BLOCK + place, tl.sum(grads * values, 1))
+    tl.store(numbers + 2 * BLOCK + inside, scale)
+    tl.store(numbers + 3 * BLOCK + inside, scale)
     tl.store(sums + pid * (BLOCK * D) + tl.arange(0, BLOCK * D), tl.zeros((BLOCK * D,), tl.float32))
 
 
@@ -51,8 +53,9 @@ def _round_dq(sums, dq, dq_b, dq_h, dq_m, dq_d, heads, m, tiles, scale, D: tl.co
 
 
 def prepare_rows(q_scale: Tensor, do: Tensor, o: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """numbers [B H M' / 64 * 256] fp32: of each 64 queries lse2, delta = rowsum(do * o), and their scale 64 times,
-    twice (TMA brings powers of 2). sums [B H, M' / 64, 64 D] fp32: zeros.
+    """numbers [B H M' / 64 * 256] fp32: of each 64 queries lse2, delta = rowsum(do * o), both in the order in which a
+    product's threads take them, and their scale 64 times, twice (TMA brings powers of 2). sums [B H, M' / 64, 64 D]
+    fp32: zeros.
 
     q_scale [B H, M' / 64], do and o [B, H, M, D] (any strides), lse2 [B H, M'] fp32.
     """

@@ -297,6 +297,7 @@ _LANGUAGE = SimpleNamespace(
     int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
     NVMMADistributedLayout=lambda *_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
     SwizzledSharedLayout=lambda *_: None, NVMMASharedLayout=lambda *_: None, BlockedLayout=lambda *_: None,
+    DistributedLinearLayout=lambda *_: None,
     static_range=range, warp_specialize=_warp_specialize, constexpr=lambda x: x, allocate_shared_memory=_allocate,
     inline_asm_elementwise=_assembly, load=_load, store=_store,
     full=lambda shape, fill, dtype, layout: Value(torch.full(shape, fill, dtype=dtype)),
