@@ -24,6 +24,7 @@ from sagebwd.attention import QuantConfig, triton_backend
 from sagebwd.kernels import hopper, tuning
 from sagebwd.kernels.compile_only import compile_only
 from sagebwd.kernels.every_kernel import launch_context
+from sagebwd.kernels.hopper.scores_rows import MOST_KEYS
 from sagebwd.kernels.packing import Packed
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -55,10 +56,11 @@ class Job(NamedTuple):
     config: QuantConfig
     packed: bool = False
     context: bool = False  # one of two context-parallel ranks
+    tokens: int = 256
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        form = " packed" * self.packed + " context" * self.context
+        form = " packed" * self.packed + " context" * self.context + f" {self.tokens} tokens" * (self.tokens != 256)
         return f"sm_{self.arch} D={self.dim} {dtype} {self.mask}{form} ({self.config.summary()})"
 
 
@@ -102,6 +104,7 @@ def subset(arch: int) -> list[Job]:
         Job(90, dim, dtype, mask, QuantConfig(products="scores"))
         for dim, dtype, mask in ((128, bf16, "full"), (128, fp16, "causal"), (64, bf16, "causal"), (64, fp16, "full"))
     ]
+    hopper.append(Job(90, 128, bf16, "causal", QuantConfig(products="scores"), tokens=MOST_KEYS + 1))  # FP32 sums of dQ
     return [Job(arch, 128, bf16, "causal", QuantConfig()), *others[turn % 3 :: 3], *(hopper if arch == 90 else ())]
 
 
@@ -160,7 +163,7 @@ def check(job: Job) -> Outcome:
 
 def _launch(job: Job) -> None:
     """All kernels of a forward and a backward."""
-    tokens = 512 if job.context else 256
+    tokens = 512 if job.context else job.tokens
     q, do = (torch.zeros(1, 2, tokens, job.dim, dtype=job.dtype) for _ in range(2))
     k, v = (torch.zeros(1, 1, tokens, job.dim, dtype=job.dtype) for _ in range(2))
     if job.context:

@@ -16,6 +16,7 @@ import torch
 from sagebwd.attention import QuantConfig, context_triton, triton_backend
 from sagebwd.attention.zigzag import Zigzag
 from sagebwd.kernels import hopper
+from sagebwd.kernels.hopper.scores_rows import MOST_KEYS
 from sagebwd.kernels.packing import Packed
 
 
@@ -57,6 +58,7 @@ def cases() -> list[Case]:
         Case(dim, True, RULES[name], m=m, n=n)
         for dim, name, (m, n) in itertools.product((64, 128), ("row", "scores"), ((1, 1), (257, 65), (512, 512)))
     ]
+    lengths += [Case(dim, True, RULES["scores"], m=65, n=MOST_KEYS + 1) for dim in (64, 128)]  # FP32 sums of dQ
     return [*rules, *masks, *documents, *dims, *lengths]
 
 

@@ -5,8 +5,8 @@ A program has 128 keys of a head, and tiles of 64 queries stream through shared 
 - Two run `_main`. Each has 64 of the keys, as rows of all that it computes: S and P, dP and dS, and dK and dV, whose
   sums stay in registers.
 - One runs `_third`. It makes a tile's dQ of the dS of both, which they leave in shared memory, and has TMA add it to
-  FP32 sums in memory (`scores_rows`), in whatever order programs come. It also starts all loads: a warp for that alone
-  would be padded to four, and take registers.
+  sums in memory, FP16 or FP32 (`scores_rows`), in whatever order programs come. It also starts all loads: a warp for
+  that alone would be padded to four, and take registers.
 
 They wait for each other at barriers, "a -> b" means that b waits for a:
 
@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.descriptors import plain_rows, tokens, vector, whole_rows
-from sagebwd.kernels.hopper.operands import left_16_bit
+from sagebwd.kernels.hopper.operands import in_16_bit, left_16_bit
 from sagebwd.kernels.hopper.pieces import BLOCK, power_of_two, release, seen, start_dp, start_s
 from sagebwd.kernels.hopper.scores_rows import prepare_rows
 from sagebwd.kernels.hopper.tma_add import async_add_shared_to_global
@@ -99,15 +99,20 @@ def _add_to_memory(sums_desc, at, staging, x, OTHERS: gl.constexpr):
     """Adds x [64, WIDTH] to the sums' rows from `at` on, by way of `staging`, from which up to OTHERS additions ago the
     last part was taken: there are as many other stagings.
 
-    Registers go there 16 bytes a thread, 512 a warp: element 8h + 2t + e of row 16w + 8i + g is in place
-    (((4h + w) 8 + g) 4 + t) 4 + 2i + e. Added from registers, it would clog the queue of the load/store units.
+    Registers go there 16 bytes a thread, 512 a warp: element 8 (J h + j) + 2t + e of row 16w + 8i + g is in place
+    ((((4h + w) 8 + g) 4 + t) J + j) 4 + 2i + e, with J = 2 of FP16 and 1 of FP32. Added from registers, it would clog
+    the queue of the load/store units.
     """
     W: gl.constexpr = x.shape[1]
-    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    x = x.reshape([4, 2, 8, W // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([BLOCK * W])
+    HALVES: gl.constexpr = sums_desc.dtype == gl.float16
+    J: gl.constexpr = 2 if HALVES else 1
+    FLAT: gl.constexpr = gl.BlockedLayout([4 * J], [32], [4], [0])
+    x = x.reshape([4, 2, 8, W // (8 * J), J, 4, 2]).permute((3, 0, 2, 5, 4, 1, 6)).reshape([BLOCK * W])
     x = gl.convert_layout(x, FLAT, assert_trivial=True)
+    if HALVES:
+        x = in_16_bit(x, gl.float16)
     tma.store_wait(OTHERS)
-    staging._reinterpret(gl.float32, [BLOCK * W], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(x)
+    staging._reinterpret(sums_desc.dtype, [BLOCK * W], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(x)
     fence_async_shared()
     async_add_shared_to_global(sums_desc, [at, 0], staging)
 
@@ -118,7 +123,7 @@ def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D:
     first head in the sums; blocks: tiles of a head there."""
     k_desc, dk_desc, v_desc, _, _, _, _ = descs
     k_tile, k16_tile, v_tile, rings, once, k16_there = shared
-    _, _, _, _, _, empty = rings
+    _, _, _, numbers_ring, full, empty = rings
     ds_ring, ds_full, ds_empty = exchange
     b, kv, kv_head, group, col, n_pad, _, _, steps = where
     PARTS: gl.constexpr = D // WIDTH
@@ -143,13 +148,15 @@ def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D:
         for u in range(steps):
             at = tile + head * blocks + u
             mbarrier.wait(ds_full.index(slot), slot_phase)
+            mbarrier.wait(full.index(stage), phase)  # long since
+            row_scale = _numbers(numbers_ring, stage, 3, gl.SliceLayout(1, FLOAT))
             for part in gl.static_range(PARTS):
                 dq = gl.zeros([BLOCK, WIDTH], gl.float32, FLOAT)
                 for w in gl.static_range(2):
                     ds = ds_ring.index(slot * 2 + w).permute((1, 0))
                     k16 = k16_tile.index(w).reshape([BLOCK, D]).slice(part * WIDTH, WIDTH, dim=1)
                     dq = warpgroup_mma(ds, k16, dq, use_acc=w > 0, is_async=True)
-                dq = warpgroup_mma_wait(0, [dq])
+                dq = warpgroup_mma_wait(0, [dq]) * row_scale[:, None]
                 if part == PARTS - 1:
                     release(ds_empty, slot)
                     # Loads before the adding: a stage is free soon after its dS has come, the adding can wait.
@@ -171,7 +178,7 @@ def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D:
 @gluon.jit
 def _numbers(ring, stage, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     """[64] of a stage: lse2 (0) and delta (1) of its queries, in the order of `scores_rows.prepare_rows`; Q's scale, 64
-    times (2)."""
+    times (2); by what dQ is multiplied to be added up (3)."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return ring.index(stage)._reinterpret(gl.float32, [4, BLOCK], FLAT).index(WHICH).load(LAYOUT)
 
@@ -351,7 +358,7 @@ def hopper_backward_scores(
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_ring = gl.allocate_shared_memory(do_desc.dtype, [2 * SLOTS, BLOCK, BLOCK], DS)
     stagings = gl.allocate_shared_memory(
-        gl.float32, [D // WIDTH, BLOCK * WIDTH // SUMS_ROW, SUMS_ROW], sums_desc.layout
+        sums_desc.dtype, [D // WIDTH, BLOCK * WIDTH // SUMS_ROW, SUMS_ROW], sums_desc.layout
     )
     once = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k16_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -393,17 +400,17 @@ def _section(heads: int, key_tiles: int) -> int:
 def backward(
     q8: Quantised, k8: Quantised, q: Tensor, do: Tensor, o: Tensor, lse2: Tensor, v: Tensor, dk: Tensor, dv: Tensor,
     *, causal: bool, softmax_scale: float,
-) -> Tensor:  # fmt: skip
-    """Writes dk and dv [B, K, N, D] of a call that `scores.backward_refusal` lets pass; returns the sums of dQ, for
-    `scores_rows.round_dq`.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Writes dk and dv [B, K, N, D] of a call that `scores.backward_refusal` lets pass; returns the numbers of rows and
+    the sums of dQ, for `scores_rows.round_dq`.
 
     q8 and k8 hold rows. q, do and o [B, H, M, D] and v as they came; lse2 [B H, M'] fp32 of the forward. dk holds the
-    smoothed K, which is overwritten: the sums take as much memory as two tensors, and K none of its own.
+    smoothed K, which is overwritten: the sums take as much memory as a tensor or two, and K none of its own.
     """
     b, h, m, dim = do.shape
     kv_heads, n = v.shape[1:3]
     tune = tuning.hopper_scores_backward(dim)
-    numbers, sums = prepare_rows(q8.scale, do, o, lse2)
+    numbers, sums = prepare_rows(q8.scale, k8.scale, do, o, lse2, v)
     block = BLOCK.value
     key_tiles = triton.cdiv(n, 2 * block)
     launch(
@@ -419,4 +426,4 @@ def backward(
         ),
         CAUSAL=causal, D=dim, STAGES=tune.stages, MAIN=tune.main, THIRD=tune.third, num_warps=4,
     )  # fmt: skip
-    return sums
+    return numbers, sums

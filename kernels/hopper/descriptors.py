@@ -13,9 +13,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 _GLUON = {torch.int8: gl.int8, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def descriptor(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
-    """x, taken to have `shape` and `strides` [elements], in tiles of `block`."""
-    return _of(x, _checked(x.dtype, shape, strides, block))
+def descriptor(
+    x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], *, plain: bool = False
+) -> TensorDescriptor:
+    """x, taken to have `shape` and `strides` [elements], in tiles of `block`. plain: a tile lies in shared memory row
+    after row, not as matrix units read it."""
+    return _of(x, _checked(x.dtype, shape, strides, block, plain))
 
 
 def whole_rows(x: Tensor, rows: int) -> TensorDescriptor:
@@ -33,12 +36,12 @@ def tokens(x: Tensor, rows: int) -> TensorDescriptor:
 
 def vector(x: Tensor, length: int) -> TensorDescriptor:
     """Tiles of `length` elements of a contiguous x."""
-    return descriptor(x, (x.numel(),), (1,), (length,))
+    return descriptor(x, (x.numel(),), (1,), (length,), plain=True)
 
 
 def plain_rows(x: Tensor, width: int, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of a contiguous x taken as [-1, width], one after the other in shared memory too."""
-    return descriptor(x, (x.numel() // width, width), (width, 1), (rows, width))
+    return descriptor(x, (x.numel() // width, width), (width, 1), (rows, width), plain=True)
 
 
 def tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -67,20 +70,20 @@ def _of(x: Tensor, form: dict[str, Any]) -> TensorDescriptor:
 
 @lru_cache(1024)
 def _tokens(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> dict[str, Any]:
-    return _checked(dtype, tuple(shape), tma_strides(shape, strides), (1, 1, rows, shape[-1]))
+    return _checked(dtype, tuple(shape), tma_strides(shape, strides), (1, 1, rows, shape[-1]), False)
 
 
 @lru_cache(1024)
 def _checked(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], plain: bool
 ) -> dict[str, Any]:
     """A descriptor's attributes but for the tensor; `kind`: what a kernel was compiled for, see `launch`."""
     address = torch.empty(0, dtype=dtype)
-    made = TensorDescriptor(address, list(shape), list(strides), list(block), _layout(block, dtype))
-    return vars(made) | {"kind": (dtype, *block)}  # its layout follows from them
+    made = TensorDescriptor(address, list(shape), list(strides), list(block), _layout(block, dtype, plain))
+    return vars(made) | {"kind": (dtype, plain, *block)}  # its layout follows from them
 
 
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    if dtype == torch.float32:
-        return gl.NVMMASharedLayout(0, 32, rank=len(block))
+def _layout(block: tuple[int, ...], dtype: torch.dtype, plain: bool) -> gl.NVMMASharedLayout:
+    if plain:
+        return gl.NVMMASharedLayout(0, 8 * dtype.itemsize, rank=len(block))
     return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])

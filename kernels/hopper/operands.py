@@ -49,17 +49,22 @@ def left_operand(p, acc: gl.constexpr, K: gl.constexpr):
 @gluon.jit
 def left_16_bit(x, acc: gl.constexpr, DTYPE: gl.constexpr):
     """x [64, K] in FP32 as a product left it, rounded to DTYPE, as the left operand of a product accumulated in layout
-    `acc`. No data moves, and neighbours are rounded into one register: `x.to(DTYPE)` packs them afterwards."""
-    x = gl.convert_layout(x, gl.DotOperandLayout(0, acc, 2), assert_trivial=True)
+    `acc`. No data moves."""
+    return in_16_bit(gl.convert_layout(x, gl.DotOperandLayout(0, acc, 2), assert_trivial=True), DTYPE)
+
+
+@gluon.jit
+def in_16_bit(x, DTYPE: gl.constexpr):
+    """FP32 rounded to DTYPE, neighbours into one register: `x.to(DTYPE)` packs them afterwards."""
     if DTYPE.is_bf16():
-        left = gl.inline_asm_elementwise(
+        rounded = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
         )
     else:
-        left = gl.inline_asm_elementwise(
+        rounded = gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
         )
-    return left
+    return rounded
 
 
 @gluon.constexpr_function

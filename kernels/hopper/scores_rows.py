@@ -1,20 +1,55 @@
-"""What `backward_scores` needs of each query row beforehand, and dQ out of the sums that it leaves: one pass each."""
+"""What `backward_scores` needs of each query row beforehand, and dQ out of the sums that it leaves: one pass each.
+
+Sums are FP16, each row's times a power of two by which they cannot overflow: |sum of any of a row's dS_ij K_j| <=
+sum_j P_ij |dP_ij - delta_i| max|K| <= 2 max_j |dP_ij| max|K| <= 2 sum_d |dO_id| max|V| max|K|, maxima of a head. That
+is scaled to 2^15 at most, and rounding 256 additions of 128 keys adds 2^12 at most: FP16 ends at 2^16. Below, sums
+keep all their bits down to 2^-29 of the bound; ordinary ones are 2^-8 to 2^-17 of it. More keys take FP32 sums.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagebwd.kernels.common import TINY
 from sagebwd.kernels.launch import launch
 
 BLOCK = 64
+MOST_KEYS = 32768  # whose sums are FP16: rounding these errs as the square root of the number of additions, 256 then
 
 
-@triton.jit(do_not_specialize=["heads", "m", "tiles"])
+@triton.jit
+def _exponent(x):
+    """An e with x < 2^e, of x >= 0: the least one from 2^-126 on, and 129 of infinity and NaN."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 126
+
+
+@triton.jit(do_not_specialize=["heads", "n", "tiles"])
+def _largest_values(v, largest, v_b, v_h, v_n, v_d, heads, n, tiles, D: tl.constexpr, BLOCK: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    bh = pid // tiles
+    rows = pid % tiles * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, D)
+    v += (bh // heads) * v_b + (bh % heads) * v_h
+    values = tl.load(v + rows[:, None] * v_n + d[None, :] * v_d, mask=(rows < n)[:, None], other=0.0).to(tl.float32)
+    tl.store(largest + pid, tl.max(tl.max(tl.abs(values), 1), 0))
+
+
+@triton.jit
+def _largest(x, length, WIDTH: tl.constexpr):
+    largest = tl.zeros((WIDTH,), tl.float32)
+    for begin in range(0, length, WIDTH):
+        at = begin + tl.arange(0, WIDTH)
+        largest = tl.maximum(largest, tl.load(x + at, mask=at < length, other=0.0))
+    return tl.max(largest, 0)
+
+
+@triton.jit(do_not_specialize=["heads", "m", "tiles", "group", "key_tiles", "k_stride"])
 def _prepare_rows(
-    q_scale, do, o, lse2, numbers, sums, do_b, do_h, do_m, do_d, o_b, o_h, o_m, o_d, heads, m, tiles,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    q_scale, k_scale, do, o, lse2, of_values, numbers, sums, do_b, do_h, do_m, do_d, o_b, o_h, o_m, o_d,
+    heads, m, tiles, group, key_tiles, k_stride, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     bh = pid // tiles
@@ -33,48 +68,76 @@ def _prepare_rows(
     tl.store(numbers + place, tl.load(lse2 + pid * BLOCK + inside))
     tl.store(numbers + BLOCK + place, tl.sum(grads * values, 1))
     tl.store(numbers + 2 * BLOCK + inside, scale)
-    tl.store(numbers + 3 * BLOCK + inside, scale)
-    tl.store(sums + pid * (BLOCK * D) + tl.arange(0, BLOCK * D), tl.zeros((BLOCK * D,), tl.float32))
+    power = tl.zeros((BLOCK,), tl.int32)
+    if HALVES:
+        kv = bh // group
+        of_heads = _exponent(_largest(of_values + kv * key_tiles, key_tiles, 128))
+        of_keys = tl.maximum(127.0 * _largest(k_scale + kv * k_stride, key_tiles, 128), TINY)  # below it the scale is 0
+        of_heads += _exponent(of_keys)
+        power = 14 - _exponent(tl.sum(tl.abs(grads), 1)) - of_heads
+        power = tl.minimum(tl.maximum(power, -113), 126)  # so that FP32 has it and its inverse
+    tl.store(numbers + 3 * BLOCK + inside, ((127 + power) << 23).to(tl.float32, bitcast=True))
+    zeros = tl.zeros((BLOCK * D,), sums.dtype.element_ty)
+    tl.store(sums + pid * (BLOCK * D) + tl.arange(0, BLOCK * D), zeros)
 
 
 @triton.jit(do_not_specialize=["heads", "m", "tiles"])
-def _round_dq(sums, dq, dq_b, dq_h, dq_m, dq_d, heads, m, tiles, scale, D: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile's sums are read as they lie, and put in order in 16 bits: read in the order of dQ, a warp's 32 pieces of 8
-    bytes would lie in 16 lines of memory."""
+def _round_dq(
+    numbers, sums, dq, dq_b, dq_h, dq_m, dq_d, heads, m, tiles, scale,
+    D: tl.constexpr, BLOCK: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums are read as they lie, and put in order as they are: read in the order of dQ, a warp's 32 pieces of
+    8 bytes would lie in 16 lines of memory."""
     pid = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the last sums were added to last: L2 has them
     bh = pid // tiles
-    values = tl.load(sums + pid * (BLOCK * D) + tl.arange(0, BLOCK * D)) * scale
-    values = tl.reshape(values.to(dq.dtype.element_ty), (D // 8, BLOCK // 16, 8, 4, 2, 2))  # h, w, g, t, i, e
-    values = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), (BLOCK, D))
-    rows = pid % tiles * BLOCK + tl.arange(0, BLOCK)[:, None]
+    values = tl.load(sums + pid * (BLOCK * D) + tl.arange(0, BLOCK * D))
+    values = tl.reshape(values, (D // (8 * J), BLOCK // 16, 8, 4, J, 2, 2))  # h, w, g, t, j, i, e
+    values = tl.reshape(tl.permute(values, (1, 5, 2, 0, 4, 3, 6)), (BLOCK, D))
+    inside = tl.arange(0, BLOCK)
+    power = tl.load(numbers + pid * (4 * BLOCK) + 3 * BLOCK + inside).to(tl.int32, bitcast=True)
+    factor = ((254 << 23) - power).to(tl.float32, bitcast=True)  # its inverse
+    values = (values.to(tl.float32) * scale * factor[:, None]).to(dq.dtype.element_ty)
+    rows = pid % tiles * BLOCK + inside[:, None]
     d = tl.arange(0, D)[None, :]
     dq += (bh // heads) * dq_b + (bh % heads) * dq_h
     tl.store(dq + rows * dq_m + d * dq_d, values, mask=rows < m)
 
 
-def prepare_rows(q_scale: Tensor, do: Tensor, o: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """numbers [B H M' / 64 * 256] fp32: of each 64 queries lse2, delta = rowsum(do * o), both in the order in which a
-    product's threads take them, and their scale 64 times, twice (TMA brings powers of 2). sums [B H, M' / 64, 64 D]
-    fp32: zeros.
+def prepare_rows(
+    q_scale: Tensor, k_scale: Tensor, do: Tensor, o: Tensor, lse2: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """numbers [B H M' / 64 * 256] fp32: of each 64 queries lse2 and delta = rowsum(do * o), both in the order in which
+    a product's threads take them, their scale 64 times (TMA brings powers of 2), and the power of two of each row.
+    sums [B H, M' / 64, 64 D]: zeros, FP16 or FP32.
 
-    q_scale [B H, M' / 64], do and o [B, H, M, D] (any strides), lse2 [B H, M'] fp32.
+    q_scale [B H, M' / 64], k_scale [B K, N' / 64] of the smoothed K, do and o [B, H, M, D], v [B, K, N, D] (any
+    strides), lse2 [B H, M'] fp32.
     """
     b, h, m, dim = do.shape
-    tiles = q_scale.shape[1]
+    kv_heads, n = v.shape[1:3]
+    tiles, key_tiles, halves = q_scale.shape[1], triton.cdiv(n, BLOCK), n <= MOST_KEYS
     numbers = q_scale.new_empty(b * h * tiles * 4 * BLOCK)
-    sums = q_scale.new_empty((b * h, tiles, BLOCK * dim))
+    sums = q_scale.new_empty((b * h, tiles, BLOCK * dim), dtype=torch.float16 if halves else torch.float32)
+    of_values = q_scale.new_empty((b * kv_heads, key_tiles))
+    if halves:
+        launch(
+            _largest_values, b * kv_heads * key_tiles, (v, of_values), (*v.stride(), kv_heads, n, key_tiles),
+            D=dim, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
     launch(
-        _prepare_rows, b * h * tiles, (q_scale, do, o, lse2, numbers, sums),
-        (*do.stride(), *o.stride(), h, m, tiles), D=dim, BLOCK=BLOCK, num_warps=4,
+        _prepare_rows, b * h * tiles, (q_scale, k_scale, do, o, lse2, of_values, numbers, sums),
+        (*do.stride(), *o.stride(), h, m, tiles, h // kv_heads, key_tiles, k_scale.shape[1]),
+        D=dim, BLOCK=BLOCK, HALVES=halves, num_warps=4,
     )  # fmt: skip
     return numbers, sums
 
 
-def round_dq(sums: Tensor, dq: Tensor, scale: float) -> None:
+def round_dq(numbers: Tensor, sums: Tensor, dq: Tensor, scale: float) -> None:
     """Writes dq [B, H, M, D] (any strides) = scale times its sums. They lie as `backward_scores` adds to them: a tile's
     parts one after the other, each in the order of `_add_to_memory`, which so is the order of the whole tile."""
     b, h, m, dim = dq.shape
     tiles = sums.shape[1]
     launch(
-        _round_dq, b * h * tiles, (sums, dq), (*dq.stride(), h, m, tiles, scale), D=dim, BLOCK=BLOCK, num_warps=4
+        _round_dq, b * h * tiles, (numbers, sums, dq), (*dq.stride(), h, m, tiles, scale),
+        D=dim, BLOCK=BLOCK, J=2 if sums.dtype == torch.float16 else 1, num_warps=4,
     )  # fmt: skip

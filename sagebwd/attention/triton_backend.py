@@ -142,10 +142,10 @@ def _backward_of_scores(
     if backward_kernels.on_hopper(do, v, config, **sizes, packed=packed is not None, **tensors):
         q8, k8 = quantise_both(q, k, k_mean, smoothed_to=dk)
         options = {"causal": causal, "softmax_scale": softmax_scale}
-        sums = hopper_backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
+        numbers, sums = hopper_backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
         del q8, k8  # before dQ is made, so that the peak is no higher than SDPA's
         dq = torch.empty_like(o)
-        round_dq(sums, dq, softmax_scale)
+        round_dq(numbers, sums, dq, softmax_scale)
         return dq, dk, dv
     documents, window = _tables(packed, o, v), _clipped(window, v)
     of_q, of_k = (None, None) if documents is None else documents

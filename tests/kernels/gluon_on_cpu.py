@@ -294,7 +294,8 @@ def _elementwise(function):
 
 
 _LANGUAGE = SimpleNamespace(
-    int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+    int8=torch.int8, int32=torch.int32, int64=torch.int64, float16=torch.float16,
+    float32=torch.float32,
     NVMMADistributedLayout=lambda *_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
     SwizzledSharedLayout=lambda *_: None, NVMMASharedLayout=lambda *_: None, BlockedLayout=lambda *_: None,
     DistributedLinearLayout=lambda *_: None,
@@ -341,7 +342,8 @@ _REPLACED = {
     "gl": _LANGUAGE, "mbarrier": _MBARRIER, "tma": _TMA, "async_add_shared_to_global": _add,
     "fence_async_shared": lambda: None,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
-    "left_16_bit": lambda x, acc, dtype: x.to(dtype), "_slack": lambda dtype: 8.0,
+    "left_16_bit": lambda x, acc, dtype: x.to(dtype), "in_16_bit": lambda x, dtype: x.to(dtype),
+    "_slack": lambda dtype: 8.0,
     "rescale": lambda x, factor, acc, d: Value(x.data * factor.data[:, None]),
     "widen": lambda x, d: x, "wide_rows": lambda d: None,
 }  # fmt: skip

@@ -21,7 +21,7 @@ from sagebwd.kernels.hopper import (
 )
 from tests.attention import cases
 from tests.attention.cases import TIGHT, by_reference
-from tests.attention.helpers import assert_close, inputs
+from tests.attention.helpers import assert_close, inputs, rel_l2
 from tests.kernels.gluon_on_cpu import on_cpu
 
 SCORES = QuantConfig(products="scores")
@@ -150,28 +150,62 @@ def test_the_kernels_are_named(launched, monkeypatch):
     assert launched == []
 
 
+def prepared(q, k, v, do, lse2):
+    """Numbers and sums; O is Q here."""
+    q8, _ = quantise.quantise(q, 64, rows=True, columns=False)
+    k8, _ = quantise.quantise(k, 64, rows=True, columns=False)
+    return q8.scale, scores_rows.prepare_rows(q8.scale, k8.scale, do, q, lse2, v)
+
+
 @pytest.mark.parametrize("dim", scores.DIMS)
-def test_rows_are_prepared_and_dq_is_put_in_order(dim):
-    """The sums of a tile lie in the order in which a warpgroup's threads hold a product, four of each together."""
-    q, _, _, do = inputs(100, 1, dim, 2, 1, batch=2, dtype=torch.float16)
+@pytest.mark.parametrize("halves", [True, False])
+def test_rows_are_prepared_and_dq_is_put_in_order(dim, halves, monkeypatch):
+    """The sums of a tile lie in the order in which a warpgroup's threads hold a product, 16 bytes of each together."""
+    monkeypatch.setattr(scores_rows, "MOST_KEYS", 70 if halves else 69)
+    q, k, v, do = inputs(100, 70, dim, 2, 1, batch=2, dtype=torch.float16)
     q, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, do))
-    lse2, scale = torch.randn(4, 128), torch.rand(4, 2)
-    numbers, sums = scores_rows.prepare_rows(scale, do, q, lse2)
+    lse2 = torch.randn(4, 128)
+    scale, (numbers, sums) = prepared(q, k, v, do, lse2)
     delta = pad((do.float() * q.float()).sum(-1), (0, 28)).reshape(8, 64)
     of_tiles = numbers.unflatten(0, (8, 4, 64))
-    of_columns = (
-        of_tiles[:, :2].unflatten(2, (4, 4, 2, 2)).transpose(3, 4).flatten(2)
-    )  # 16c + 4t + 2b + e: 16c + 8b + 2t + e
+    of_columns = of_tiles[:, :2].unflatten(2, (4, 4, 2, 2)).transpose(3, 4).flatten(2)  # 16c + 4t + 2b + e
     assert torch.equal(of_columns[:, 0], lse2.reshape(8, 64))
     torch.testing.assert_close(of_columns[:, 1], delta)
     assert torch.equal(of_tiles[:, 2], scale.reshape(8, 1).expand(8, 64))
+    assert sums.dtype == (torch.float16 if halves else torch.float32)
     assert not sums.any()
-    wanted = torch.randn(4, 128, dim)
-    for_thread = wanted.reshape(4, 2, 4, 2, 8, dim // 8, 4, 2)  # head, tile, w, i, g, h, t, e
-    sums.copy_(for_thread.permute(0, 1, 5, 2, 4, 6, 3, 7).reshape(sums.shape))
+    power = of_tiles[:, 3].reshape(4, 128, 1)
+    wanted = torch.randn(4, 128, dim).half()
+    j = 2 if halves else 1
+    for_thread = wanted.reshape(4, 2, 4, 2, 8, dim // 8 // j, j, 4, 2)  # head, tile, w, i, g, h, j, t, e
+    sums.copy_(for_thread.permute(0, 1, 5, 2, 4, 7, 6, 3, 8).reshape(sums.shape))
     dq = torch.full_like(q, torch.nan)
-    scores_rows.round_dq(sums, dq, 0.5)
-    assert torch.equal(dq.flatten(0, 1), (wanted[:, :100] * 0.5).half())
+    scores_rows.round_dq(numbers, sums, dq, 0.5)
+    assert torch.equal(dq.flatten(0, 1), (wanted.float() / power * 0.5)[:, :100].half())
+
+
+@pytest.mark.parametrize(
+    ("of_do", "of_v", "of_k", "exact"),
+    [(0, 0, 0, True), (-20, 5, 3, True), (40, 20, 10, True), (-60, -40, -30, False), (60, 40, 30, False)],
+)
+def test_the_power_of_two_of_a_row_bounds_its_sums(of_do, of_v, of_k, exact):
+    """2^power times 2 sum |dO| max|V| max|K| is 2^12 to 2^15, of each row by itself; else the nearest FP32 has."""
+    q, k, v, do = inputs(100, 300, 64, 2, 1, batch=2, dtype=torch.bfloat16)
+    do = do * 2.0 ** torch.linspace(-20, 20, 100)[:, None].round()
+    do, v, k = ((x * 2.0**power).bfloat16() for x, power in ((do, of_do), (v, of_v), (k, of_k)))
+    _, (numbers, _) = prepared(q, k, v, do, torch.randn(4, 128))
+    power = numbers.unflatten(0, (4, 2, 4, 64))[:, :, 3].reshape(4, 128)[:, :100].double().log2()
+    assert torch.equal(power, power.round())
+    largest = (x.double().abs().amax((1, 2, 3)).log2().repeat_interleave(2)[:, None] for x in (k, v))
+    bound = 1 + do.double().abs().sum(-1).flatten(0, 1).log2() + sum(largest) + power
+    assert (bound < 15).all() or of_do + of_v + of_k > 120
+    assert (bound > 11.9).all() or not exact
+
+
+def test_rows_of_zeros_have_a_power_of_two_as_well():
+    q, k, v, do = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(4))
+    _, (numbers, _) = prepared(q, k, v, do, torch.zeros(1, 64))
+    assert (numbers.unflatten(0, (-1, 4, 64))[:, 3] == 2.0**126).all()
 
 
 @pytest.mark.parametrize("dim", scores.DIMS)
@@ -209,8 +243,8 @@ def run_here(q, k, v, do, causal):
     with on_cpu(forward_scores, forward_scores, operands, pieces, schedule):
         lse2 = forward_scores.forward(q8, k8, v, o, **options)
     with on_cpu(backward_scores, backward_scores, operands, pieces):
-        sums = backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
-    scores_rows.round_dq(sums, dq, options["softmax_scale"])
+        numbers, sums = backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
+    scores_rows.round_dq(numbers, sums, dq, options["softmax_scale"])
     return o, dq, dk, dv
 
 
@@ -221,3 +255,37 @@ def test_programs_of_any_number_of_heads_go_together(together, monkeypatch):
     monkeypatch.setattr(backward_scores, "TOGETHER", together)
     assert backward_scores._section(3, 2) == {1: 1, 3: 2, 256: 3}[together]
     assert_close(run_here(*tensors, True), by_reference(*tensors, causal=True, config=SCORES), TIGHT)
+
+
+@pytest.mark.parametrize("dim", scores.DIMS)
+def test_more_keys_have_fp32_sums(dim, monkeypatch):
+    monkeypatch.setattr(scores_rows, "MOST_KEYS", 299)
+    tensors = inputs(70, 300, dim, 2, 1, dtype=torch.float16)
+    assert_close(run_here(*tensors, True), by_reference(*tensors, causal=True, config=SCORES), TIGHT)
+
+
+def test_each_row_of_dq_has_its_own_scale():
+    """A power of two in a row of dO is one in that row of dQ, to the bit, however far from the other rows'."""
+    q, k, v, do = inputs(130, 300, 64, 1, 1, dtype=torch.bfloat16)
+    powers = torch.linspace(-60, 60, 130)[:, None].round()
+    dq, scaled = (run_here(q, k, v, x, False)[1] for x in (do, (do * 2.0**powers).bfloat16()))
+    assert torch.equal((dq * 2.0**powers).bfloat16(), scaled)
+
+
+def test_keys_too_small_for_a_scale_do_not_overflow_the_sums():
+    q, k, v, do = inputs(64, 128, 64, 1, 1, dtype=torch.bfloat16)
+    dq = run_here(q, k * 1e-32, v, do, False)[1]
+    assert dq.any()
+    assert dq.abs().max() < 1e-30
+
+
+def test_sums_next_to_their_bound_do_not_overflow():
+    """Half of the keys pull one way and half the other, as strongly as their largest values allow."""
+    q, k, v, do = (torch.ones(1, 1, n, 64, dtype=torch.bfloat16) for n in (64, 512, 512, 64))
+    signs = torch.ones(512, 1).bfloat16()
+    signs[256:] = -1
+    q *= 1e-3
+    expected = by_reference(q, k * signs, v * signs, do, causal=False, config=SCORES)
+    for size in (1.0, 2.0**40):
+        actual = run_here(q, k * signs, v * signs * size, do * size, False)
+        assert rel_l2(actual[1] / size**2, expected[1]) < TIGHT
