@@ -285,6 +285,7 @@ def _main(
     b, kv_head, col, lo, steps, group, m, n, softmax_scale, factor = numbers
     AHEAD: gl.constexpr = _ahead(D)
     INT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    FLOAT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     col += GROUP * BLOCK
     cols = col + gl.arange(0, BLOCK, gl.SliceLayout(1, INT))
@@ -294,7 +295,11 @@ def _main(
     mbarrier.wait(once, 0)
     if steps > 0:
         keys = k_tile.index(GROUP)
-        tiles = (keys, v_tile.index(GROUP).reshape([BLOCK, D]))
+        values = v_tile.index(GROUP).reshape([BLOCK, D])
+        if D == 64:  # in registers, of which D = 128 has none left: products read that much less of shared memory
+            keys = keys.load(gl.DotOperandLayout(0, INT, 4))
+            values = values.load(gl.DotOperandLayout(0, FLOAT, 2))
+        tiles = (keys, values)
         s = 0
         if AHEAD:
             mbarrier.wait(full.index(0), 0)
