@@ -51,8 +51,8 @@ SUMS_ROW = gl.constexpr(256)  # of dQ's sums as TMA sees them: the most that its
 
 @gluon.constexpr_function
 def _ahead(dim):
-    """Whether S of the next tile is computed under dV and dK of this one, and dV begins under dS. At D = 128 the sums
-    dK and dV take 128 registers of a thread, and these would not fit."""
+    """Whether S of the next tile is computed under dV and dK of this one, and dP under the exponentials. At D = 128 the
+    sums dK and dV take 128 registers of a thread, and these would not fit."""
     return dim == 64
 
 
@@ -214,7 +214,7 @@ def _step(
     """Adds query tile `count` to dK and dV and hands its dS on. state: s, dv, dk, count; s is 0 unless AHEAD.
 
     The products of a warpgroup one after the other, each wait followed by what it makes possible: S; dP; dV and dK.
-    AHEAD: dP under the exponentials; dV under dS; dK and S of the next tile.
+    AHEAD: dP under the exponentials; dV, dK and S of the next tile.
     """
     s, dv, dk, count = state
     keys, values = tiles
@@ -244,18 +244,14 @@ def _step(
     if MASKED:
         rows = row + gl.arange(0, BLOCK, COLS)
         p = gl.where(seen(rows[None, :], cols[:, None], m, n, CAUSAL), p, 0.0)
-    grads = do_ring.index(stage).reshape([BLOCK, D])
-    if AHEAD:
-        p16 = left_16_bit(p, WIDE, do_ring.dtype)
-        dp = warpgroup_mma_wait(0, [dp])
-        dv = warpgroup_mma(p16, grads, dv, is_async=True)
-    else:
-        dp = warpgroup_mma_wait(0, [start_dp(values, do_ring, stage, D)])
+    if not AHEAD:
+        dp = start_dp(values, do_ring, stage, D)
+    dp = warpgroup_mma_wait(0, [dp])
     delta = _of_columns(numbers_ring, stage, 1, gl.SliceLayout(0, FLOAT))
     ds = gl.convert_layout(p, FLOAT, assert_trivial=True) * (dp - delta[None, :])
     ds16 = left_16_bit(ds, WIDE, do_ring.dtype)
-    if not AHEAD:
-        dv = warpgroup_mma(left_16_bit(p, WIDE, do_ring.dtype), grads, dv, is_async=True)
+    grads = do_ring.index(stage).reshape([BLOCK, D])
+    dv = warpgroup_mma(left_16_bit(p, WIDE, do_ring.dtype), grads, dv, is_async=True)
     mbarrier.wait(ds_empty.index(slot), slot_phase)
     ds_ring.index(slot * 2 + GROUP).store(gl.convert_layout(ds16, FLOAT, assert_trivial=True))
     fence_async_shared()
