@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.descriptors import plain_rows, tokens, vector, whole_rows
 from sagebwd.kernels.hopper.operands import in_16_bit, left_16_bit
-from sagebwd.kernels.hopper.pieces import BLOCK, power_of_two, release, seen, start_dp, start_s
+from sagebwd.kernels.hopper.pieces import BLOCK, hand_on, power_of_two, release, seen, start_dp, start_s
 from sagebwd.kernels.hopper.scores_rows import prepare_rows
 from sagebwd.kernels.hopper.tma_add import async_add_shared_to_global
 from sagebwd.kernels.launch import launch
@@ -237,9 +237,11 @@ def _step(
         s_now = s
     else:
         mbarrier.wait(full.index(stage), phase)
-        s_now = warpgroup_mma_wait(0, [start_s(keys, q_ring, stage)])
+        s_now = start_s(keys, q_ring, stage)
     lse2 = _of_columns(numbers_ring, stage, 0, COLS)
     row_factor = factor * _numbers(numbers_ring, stage, 2, gl.SliceLayout(1, INT))
+    if not AHEAD:
+        s_now = warpgroup_mma_wait(0, [s_now])
     p = power_of_two(s_now.to(gl.float32) * row_factor[:, None] - lse2[None, :])
     if MASKED:
         rows = row + gl.arange(0, BLOCK, COLS)
@@ -255,7 +257,7 @@ def _step(
     mbarrier.wait(ds_empty.index(slot), slot_phase)
     ds_ring.index(slot * 2 + GROUP).store(gl.convert_layout(ds16, FLOAT, assert_trivial=True))
     fence_async_shared()
-    mbarrier.arrive(ds_full.index(slot))
+    hand_on(ds_full, slot)
     dk = warpgroup_mma(ds16, q16_ring.index(stage).reshape([BLOCK, D]), dk, is_async=True)
     if AHEAD:
         mbarrier.wait(full.index(next_stage), next_phase)

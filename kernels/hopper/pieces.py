@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 BLOCK = tl.constexpr(64)
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 TINY = tl.constexpr(1e-30)  # as in the reference: below it a row is all zero
 
 
@@ -101,6 +102,14 @@ def release(empty, stage):
     """Hands a stage back. One thread arrives for the warpgroup: a product that one of its warps has waited for is done
     for all four. (mbarrier.arrive would first synchronise the warps.)"""
     mbarrier.expect(empty.index(stage), 0)
+
+
+@gluon.jit
+def hand_on(full, slot):
+    """Tells who waits for a slot that the warpgroup's stores to it are there, which each thread has fenced: by one
+    barrier of the warpgroup. (mbarrier.arrive takes a second one after it.)"""
+    barrier()
+    mbarrier.expect(full.index(slot), 0)
 
 
 @gluon.jit

@@ -340,7 +340,7 @@ _TMA = SimpleNamespace(
 )
 _REPLACED = {
     "gl": _LANGUAGE, "mbarrier": _MBARRIER, "tma": _TMA, "async_add_shared_to_global": _add,
-    "fence_async_shared": lambda: None,
+    "fence_async_shared": lambda: None, "barrier": lambda: None,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "left_16_bit": lambda x, acc, dtype: x.to(dtype), "in_16_bit": lambda x, dtype: x.to(dtype),
     "_slack": lambda dtype: 8.0,
