@@ -102,13 +102,17 @@ def _load(descs, shared, sizes, CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: g
                 key -= BN
                 g += 1
             count += 1
+    # With the last P V goes an S of whatever is there, which nobody looks at: its stage is waited for and handed back.
+    stage = _stage(g, STAGES)
+    mbarrier.wait(k_empty.index(stage), _phase(g, STAGES) ^ 1)
+    mbarrier.expect(k_full.index(stage), 0)
 
 
 @gluon.jit
-def _await(full, g, there, STAGES: gl.constexpr):
-    """Until tile g is in its stage; not at all if `there` is false. It is a branch, too, beyond which ptxas moves no
-    exponentials: without one it moves the waits for products up before them."""
-    mbarrier.wait(full.index(_stage(g, STAGES)), _phase(g, STAGES), pred=there)
+def _await(full, g, STAGES: gl.constexpr):
+    """Until tile g is in its stage. It is a branch, too, beyond which ptxas moves no exponentials: without one it moves
+    the waits for products up before them."""
+    mbarrier.wait(full.index(_stage(g, STAGES)), _phase(g, STAGES))
 
 
 @gluon.jit
@@ -189,7 +193,7 @@ def _first_tile(
     anchor = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, acc))
     total = gl.zeros([ROWS, 4], gl.float32, parts)
     p, anchor, total, _ = _softmax(s, f, anchor, total, rows, start, m, n, CAUSAL, True, SLACK, cells)
-    _await(v_full, g, True, STAGES)
+    _await(v_full, g, STAGES)
     return left_16_bit(p, acc, DTYPE), anchor, total
 
 
@@ -207,13 +211,13 @@ def _tile(
     p, out, anchor, total = state
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = rings
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    _await(k_full, g, True, STAGES)
+    _await(k_full, g, STAGES)
     s = _start_s(q, g, k_tiles, STAGES)
     out = _start_o(p, out, g - 1, v_tiles, D, STAGES)
     s = warpgroup_mma_wait(1, [s])
     release(k_empty, _stage(g, STAGES))
     p, anchor, total, keep = _softmax(s, f, anchor, total, rows, start, m, n, CAUSAL, MASKED, SLACK, cells)
-    _await(v_full, g, True, STAGES)
+    _await(v_full, g, STAGES)
     out = warpgroup_mma_wait(0, [out])
     release(v_empty, _stage(g - 1, STAGES))
     out = rescale(out, keep, acc, D)
@@ -269,7 +273,7 @@ def _compute(
     scales = _scales(k_scale, own, own, 0, tiles, part)
     g = 0  # tiles of all items so far
     count = 0  # items so far
-    _await(k_full, 0, True, STAGES)
+    _await(k_full, 0, STAGES)
     s = warpgroup_mma_wait(0, [_start_s(q_tiles.index(W), 0, k_tiles, STAGES)])
     release(k_empty, 0)
     for i in range(total_items):
@@ -318,7 +322,7 @@ def _compute(
                 )  # fmt: skip
                 g += 1
             p, out, anchor, total = state
-            _await(k_full, g, more, STAGES)
+            _await(k_full, g, STAGES)
             s = _start_s(next_q, g, k_tiles, STAGES)  # the next item's first; after the last item nobody looks at it
             out = _start_o(p, out, g - 1, v_tiles, D, STAGES)
             row_total = gl.convert_layout(gl.sum(total, 1), out_rows, assert_trivial=True)

@@ -119,10 +119,11 @@ class Shared:
 
 
 class Barriers:
-    """mbarriers: each counts arrivals and bytes to come, and then its phase ends."""
+    """mbarriers: each counts arrivals and bytes to come, and then its phase ends. Nobody may arrive for the next phase
+    before somebody has waited for that one: compute-sanitizer's synccheck asks for the same."""
 
     def __init__(self, shape):
-        self.all = [SimpleNamespace(count=0, arrivals=0, bytes=0, done=0) for _ in range(shape[0])]
+        self.all = [SimpleNamespace(count=0, arrivals=0, bytes=0, done=0, awaited=0) for _ in range(shape[0])]
         self.changed = threading.Condition()
 
     def index(self, i):
@@ -132,6 +133,7 @@ class Barriers:
     def update(self, one, arrivals, to_come):
         with self.changed:
             assert one.arrivals + arrivals <= one.count, "an arrival too many"
+            assert not arrivals or one.awaited == one.done, "an arrival after a phase that nobody has waited for"
             one.arrivals, one.bytes = one.arrivals + arrivals, one.bytes + to_come
             if one.arrivals == one.count and one.bytes == 0:
                 one.arrivals, one.done = 0, one.done + 1
@@ -141,6 +143,7 @@ class Barriers:
         with self.changed:
             if not self.changed.wait_for(lambda: one.done % 2 != int(phase), PATIENCE):
                 raise AssertionError(f"deadlock in {threading.current_thread().name}")
+            one.awaited = one.done
 
 
 def _barrier(b):
@@ -324,10 +327,9 @@ def _arrive(barrier):
     _expect(barrier, 0)
 
 
-def _wait(barrier, phase, pred=True):
+def _wait(barrier, phase):
     owner, one = _barrier(barrier)
-    if pred:
-        owner.wait(one, phase)
+    owner.wait(one, phase)
 
 
 def _init(barrier, count):
