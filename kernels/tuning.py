@@ -28,7 +28,7 @@ SHARED_LIMIT = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103
 
 # Keys that a query has on average from which on Hopper's own kernels are faster than the portable ones (H200), forward
 # and backward, by QuantConfig.products.
-HOPPER_FROM = {"all": (2048, 1024), "scores": (512, 512)}
+HOPPER_FROM = {"all": (2048, 1024), "inputs": (512, 512), "scores": (512, 512)}
 
 
 class Launch(NamedTuple):

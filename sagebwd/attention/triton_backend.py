@@ -32,7 +32,7 @@ def refused_by_hopper(
     if backend_for(x) == "triton-interpreter":
         return "Triton's interpreter does not run them"
     capability, mask = tuning.capability(x.device), {"window": window is not None, "packed": packed is not None}
-    if config.products == "scores":
+    if not config.int8_p:
         return hopper_scores.refusal(capability, x.shape[-1], config, **mask, tensors={} if v is None else {"V": v})
     return hopper.refusal(capability, x.shape[-1], config, **mask)
 
@@ -50,7 +50,7 @@ def takes_hopper(
 def kernels(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
     """For people: which kernels such a call takes on a GPU, forward and backward, and why not the faster ones."""
     capability, mask = tuning.capability(x.device), {"window": window is not None, "packed": packed is not None}
-    refusal = hopper_scores.backward_refusal if config.products == "scores" else backward_refusal
+    refusal = backward_refusal if config.int8_p else hopper_scores.backward_refusal
     why_not = refusal(capability, x.shape[-1], config, **mask)
     forward = forward_kernel(x, config, window=window, packed=packed)
     return f"{forward}; {_in_words('backward', why_not, tuning.HOPPER_FROM[config.products][1])}"
@@ -80,7 +80,7 @@ def forward(
     mask = {"causal": causal, "window": window, "packed": packed}
     on_hopper = takes_hopper(q, config, queries=q.shape[-2], keys=k.shape[-2], v=v, **mask)
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
-    if on_hopper and config.products == "scores":
+    if on_hopper and not config.int8_p:
         k_mean = key_mean(k, None) if config.smooth_k else None
         q8, k8 = quantise_both(q, k, k_mean)
         o = torch.empty_like(q)
@@ -92,7 +92,7 @@ def forward(
     q8, _ = quantise(q, config.block_q, rows=True, columns=False, tile_mean=config.smooth_q, documents=q_documents)
     k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, documents=k_documents)
     o = _result_like(q, packed)
-    if config.products == "scores":
+    if not config.int8_p:
         lse2 = scores.forward(q8, k8, v, o, window=window, documents=q_documents, **options)
         return o, (v, o, lse2, None, None, None, None, None, q, k, k_mean)
     v8, _ = quantise(v, config.block_k, rows=False, columns=True, documents=k_documents)
@@ -110,7 +110,9 @@ def backward(
     *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv): dq in the dtype and memory order of o, dk and dv in those of v."""
-    if config.products == "scores":
+    if config.int8_dp:
+        raise NotImplementedError("the kernels do not know products='inputs' yet: it runs on a CPU alone")
+    if not config.int8_p:
         return _backward_of_scores(do, saved, causal, softmax_scale, config, window, packed)
     v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, _, k, k_mean = saved
     documents, window = _tables(packed, o, v), _clipped(window, v)

@@ -23,6 +23,7 @@ CONFIGS = {
     "smooth-q": QuantConfig(block_k=32, smooth_q=True),
     "smooth-q-alone": QuantConfig(granularity="tile", delta="matched", smooth_k=False, smooth_q=True),
     "scores": QuantConfig(products="scores"),
+    "inputs": QuantConfig(products="inputs"),
 }
 
 
