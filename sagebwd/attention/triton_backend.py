@@ -20,6 +20,7 @@ from sagebwd.kernels.hopper.scores_rows import round_dq
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, Tables, tables
 from sagebwd.kernels.quantise import Quantised, quantise, transpose
+from sagebwd.kernels.rows import round_gradients, round_values
 
 Saved = tuple[Tensor | None, ...]
 
@@ -28,7 +29,7 @@ def refused_by_hopper(
     x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None, v: Tensor | None = None
 ) -> str | None:
     """Why a forward of queries x [B, H, M, D] takes the portable kernel; None: it takes Hopper's. v [B, K, N, D]: read
-    as it is with products="scores"; None: any that TMA can read."""
+    as it is where P is not INT8; None: any that TMA can read."""
     if backend_for(x) == "triton-interpreter":
         return "Triton's interpreter does not run them"
     capability, mask = tuning.capability(x.device), {"window": window is not None, "packed": packed is not None}
@@ -110,10 +111,8 @@ def backward(
     *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv): dq in the dtype and memory order of o, dk and dv in those of v."""
-    if config.int8_dp:
-        raise NotImplementedError("the kernels do not know products='inputs' yet: it runs on a CPU alone")
     if not config.int8_p:
-        return _backward_of_scores(do, saved, causal, softmax_scale, config, window, packed)
+        return _backward_16_bit(do, saved, causal, softmax_scale, config, window, packed)
     v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, _, k, k_mean = saved
     documents, window = _tables(packed, o, v), _clipped(window, v)
     of_q = None if documents is None else documents.q
@@ -132,11 +131,12 @@ def backward(
     return dq, dk, dv
 
 
-def _backward_of_scores(
+def _backward_16_bit(
     do: Tensor, saved: Saved, causal: bool, softmax_scale: float, config: QuantConfig,
     window: int | None, packed: Packed | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Q and K are rounded again: their INT8 forms beside them would be a quarter more to keep."""
+    """Where P is not INT8. Q and K are rounded again: their INT8 forms beside them would be a quarter more to keep. So
+    is V's mean worked out here, which the forward does not need."""
     v, o, lse2, *_, q, k, k_mean = saved
     dk, dv = (_result_like(v, packed) for _ in range(2))
     sizes = {"queries": do.shape[-2], "keys": v.shape[-2], "causal": causal, "window": window}
@@ -152,12 +152,18 @@ def _backward_of_scores(
     documents, window = _tables(packed, o, v), _clipped(window, v)
     of_q, of_k = (None, None) if documents is None else documents
     q8, _ = quantise(q, config.block_q, rows=True, columns=False, documents=of_q)
-    _, statistics = quantise(do, config.block_q, rows=False, columns=False, lse2=lse2, other=o, documents=of_q)
+    if config.int8_dp:
+        v_mean = key_mean(v, of_k)
+        v8 = round_values(v, v_mean, of_k)
+        do8, statistics = round_gradients(do, o, lse2, v_mean, of_q)
+    else:
+        do8 = v8 = None
+        _, statistics = quantise(do, config.block_q, rows=False, columns=False, lse2=lse2, other=o, documents=of_q)
     k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, smoothed=True, documents=of_k)
     dq = _result_like(o, packed)
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
     options |= {"window": window, "documents": documents}
-    scores.backward(q8, k8, statistics, q, do, v, dq, dk, dv, **options)
+    scores.backward(q8, k8, do8, v8, statistics, q, do, v, dq, dk, dv, **options)
     return dq, dk, dv
 
 
