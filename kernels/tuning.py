@@ -226,7 +226,8 @@ def shared_bytes(kernel: str, capability: int, dp: int, q: int, k: int, smooth_q
 
     The operands that stay for the whole loop, and those that stream through it: in a pipeline all of them, as often as
     it holds tiles (one fewer where matrix units take them from registers, but the tile of P or dS twice as well);
-    without one, at the widest moment, the 16-bit operand of dP, or in the forward one of K and V.
+    without one, at the widest moment, the 16-bit operand of dP, or in the forward one of K and V; and P and dS where
+    they are in 16 bit.
     """
     stay, stream, widest = {
         "forward": (q, (4 if pairs(dp, k, smooth_q) else 2) * k, k),  # Q; K and V
@@ -241,7 +242,8 @@ def shared_bytes(kernel: str, capability: int, dp: int, q: int, k: int, smooth_q
         "inputs_backward_q": (2 * q, 4 * k, 2 * k),  # Q, dO; K, V, and K in 16 bit
     }[kernel]
     if stages == 1:
-        return (stay + widest) * dp + 1024
+        of_p_and_ds = 4 * q * k if kernel.startswith(("scores_backward", "inputs_backward")) else 0
+        return (stay + widest) * dp + of_p_and_ds + 1024
     stay += 2 * k * (stages - 1) * smooth_q  # K in 16 bit
     if 90 <= capability < 100:
         return (stay + stages * stream) * dp + 4096
