@@ -1,9 +1,10 @@
 """What `backward_scores` needs of each query row beforehand, and dQ out of the sums that it leaves: one pass each.
 
 Sums are FP16, each row's times a power of two by which they cannot overflow: |sum of any of a row's dS_ij K_j| <=
-sum_j P_ij |dP_ij - delta_i| max|K| <= 2 max_j |dP_ij| max|K| <= 2 sum_d |dO_id| max|V| max|K|, maxima of a head. That
-is scaled to 2^15 at most, and rounding 256 additions of 128 keys adds 2^12 at most: FP16 ends at 2^16. Below, sums
-keep all their bits down to 2^-29 of the bound; ordinary ones are 2^-8 to 2^-17 of it. More keys take FP32 sums.
+sum_j P_ij |dP_ij - delta_i| max|K| <= 2 max_j |dP_ij| max|K| <= 2 sum_d |dO_id| max|V| max|K|, maxima of a head's
+finite values: a row that sees another one is not finite, whatever its power, and others shall not lose bits to it. That
+is scaled to 2^15 at most, and rounding 256 additions of 128 keys adds 2^12 at most: FP16 ends at 2^16. Below, sums keep
+all their bits down to 2^-29 of the bound; ordinary ones are 2^-8 to 2^-17 of it. More keys take FP32 sums.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ def _exponent(x):
     return ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 126
 
 
+@triton.jit
+def _finite(x):
+    """x >= 0, and 0 in the place of infinity and NaN."""
+    return tl.where(x < float("inf"), x, 0.0)
+
+
 @triton.jit(do_not_specialize=["heads", "n", "tiles"])
 def _largest_values(v, largest, v_b, v_h, v_n, v_d, heads, n, tiles, D: tl.constexpr, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
@@ -34,7 +41,7 @@ def _largest_values(v, largest, v_b, v_h, v_n, v_d, heads, n, tiles, D: tl.const
     d = tl.arange(0, D)
     v += (bh // heads) * v_b + (bh % heads) * v_h
     values = tl.load(v + rows[:, None] * v_n + d[None, :] * v_d, mask=(rows < n)[:, None], other=0.0).to(tl.float32)
-    tl.store(largest + pid, tl.max(tl.max(tl.abs(values), 1), 0))
+    tl.store(largest + pid, tl.max(tl.max(_finite(tl.abs(values)), 1), 0))
 
 
 @triton.jit
@@ -42,7 +49,7 @@ def _largest(x, length, WIDTH: tl.constexpr):
     largest = tl.zeros((WIDTH,), tl.float32)
     for begin in range(0, length, WIDTH):
         at = begin + tl.arange(0, WIDTH)
-        largest = tl.maximum(largest, tl.load(x + at, mask=at < length, other=0.0))
+        largest = tl.maximum(largest, _finite(tl.load(x + at, mask=at < length, other=0.0)))
     return tl.max(largest, 0)
 
 

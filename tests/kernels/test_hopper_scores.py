@@ -235,11 +235,12 @@ def test_agrees_with_the_reference(m, n, dim, causal, programs, monkeypatch):
     assert_close(run_here(q, k, v, do, causal), by_reference(q, k, v, do, causal=causal, config=SCORES), TIGHT)
 
 
-def run_here(q, k, v, do, causal):
+def run_here(q, k, v, do, causal, smooth_k=True):
     """O, dQ, dK and dV by both kernels."""
     o, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
     options = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5}
-    q8, k8 = scores_operands.quantise_both(q, k, mean.key_mean(k, None), smoothed_to=dk)
+    k_mean = mean.key_mean(k, None) if smooth_k else None
+    q8, k8 = scores_operands.quantise_both(q, k, k_mean, smoothed_to=dk)
     with on_cpu(forward_scores, forward_scores, operands, pieces, schedule):
         lse2 = forward_scores.forward(q8, k8, v, o, **options)
     with on_cpu(backward_scores, backward_scores, operands, pieces):
@@ -270,6 +271,21 @@ def test_each_row_of_dq_has_its_own_scale():
     powers = torch.linspace(-60, 60, 130)[:, None].round()
     dq, scaled = (run_here(q, k, v, x, False)[1] for x in (do, (do * 2.0**powers).bfloat16()))
     assert torch.equal((dq * 2.0**powers).bfloat16(), scaled)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of Triton's interpreter
+@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("which", ["K", "V"])
+def test_rows_that_do_not_see_a_key_that_is_not_finite_keep_their_bits(which, poison):
+    """As if the tile of that key held zeros."""
+    q, k, v, do = inputs(200, 200, 64, 2, 1, dtype=torch.bfloat16)
+    x = k if which == "K" else v
+    x[:, :, 128:] = 0
+    expected = run_here(q, k, v, do, True, smooth_k=False)[1]
+    x[:, :, 150, 7] = poison
+    actual = run_here(q, k, v, do, True, smooth_k=False)[1]
+    assert torch.equal(actual[:, :, :128], expected[:, :, :128])
+    assert actual[:, :, 150:].isnan().all()
 
 
 def test_keys_too_small_for_a_scale_do_not_overflow_the_sums():
