@@ -64,7 +64,24 @@ def _binary(name):
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "rshift", "xor", "and", "or", "lt", "le", "gt", "ge", "eq", "ne"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "mod",
+    "lshift",
+    "rshift",
+    "xor",
+    "and",
+    "or",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+):
     _function = _binary(_name + "_" if _name in ("and", "or") else _name)
     setattr(Value, f"__{_name}__", _function)
 Value.__radd__, Value.__rmul__, Value.__ror__ = Value.__add__, Value.__mul__, Value.__or__
@@ -310,6 +327,7 @@ _LANGUAGE = SimpleNamespace(
     inline_asm_elementwise=_assembly, load=_load, store=_store,
     full=lambda shape, fill, dtype, layout: Value(torch.full(shape, fill, dtype=dtype)),
     reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
+    join=lambda a, b: Value(torch.stack([a.data, b.data], -1)),
     expand_dims=lambda x, axis: Value(torch.as_tensor(_data(x)).unsqueeze(axis)),
     sum=lambda x, axis: Value(x.data.sum(axis)), log2=lambda x: Value(x.data.log2()),
     arange=lambda start, end, layout: Value(torch.arange(start, end)),
