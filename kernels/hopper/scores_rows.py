@@ -98,15 +98,15 @@ def _prepare_rows(
     tl.store(numbers + place, tl.load(lse2 + pid * BLOCK + inside))
     if v_mean is not None:
         values -= tl.load(v_mean + bh // group * D + d)[None, :]
-    delta = tl.sum(grads * values, 1)
-    tl.store(numbers + BLOCK + place, delta)
-    if v_mean is not None:
         rounded, scale = round_rows(grads)
         tl.store(rows_out + (pid * BLOCK + inside)[:, None] * D + d[None, :], rounded)
         tl.store(numbers + 2 * BLOCK + place, scale)
-        of_rows = tl.sum(tl.abs(rounded.to(tl.float32)), 1) * scale
+        grads = rounded.to(tl.float32)  # less the scale, which comes after the sums
     else:
-        of_rows = tl.sum(tl.abs(grads), 1)
+        scale = tl.full((BLOCK,), 1.0, tl.float32)
+    delta = tl.sum(grads * values, 1) * scale
+    tl.store(numbers + BLOCK + place, delta)
+    of_rows = tl.sum(tl.abs(grads), 1) * scale
     power = tl.zeros((BLOCK,), tl.int32)
     if HALVES:
         kv = bh // group

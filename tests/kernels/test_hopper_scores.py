@@ -195,7 +195,8 @@ def test_rows_are_prepared_and_dq_is_put_in_order(dim, halves, monkeypatch):
 
 @pytest.mark.parametrize("shift", [0.0, 16.0])
 def test_v_and_do_are_rounded_as_in_the_reference(shift):
-    """A scale a token of V less its mean, and a query of dO; delta without the mean; the largest of each 64 of V."""
+    """A scale a token of V less its mean, and a query of dO; delta of the rounded dO, without the mean; V's
+    largest of each 64."""
     q, k, v, do = inputs(100, 200, 64, 2, 1, batch=2, dtype=torch.bfloat16)
     v = v + shift
     _, values, (numbers, _, do8) = prepared(q, k, v, do, torch.randn(4, 128), int8_dp=True)
@@ -213,7 +214,7 @@ def test_v_and_do_are_rounded_as_in_the_reference(shift):
     assert not do8[:, 100:].any()
     of_columns = numbers.unflatten(0, (8, 4, 4, 4, 2, 2)).transpose(3, 4).flatten(2)
     assert torch.equal(of_columns[:, 2].reshape(4, 128), pad(scale[..., 0], (0, 28)))
-    delta = (do.float() * (q.float() - v_mean)).sum(-1).flatten(0, 1)
+    delta = (hat * scale * (q.float() - v_mean).flatten(0, 1)).sum(-1)
     torch.testing.assert_close(of_columns[:, 1].reshape(4, 128), pad(delta, (0, 28)), rtol=1e-5, atol=1e-4)
 
 
