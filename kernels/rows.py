@@ -56,14 +56,13 @@ def _round_rows(
         at = l.to(tl.int64)[:, None] * other_l + d.to(tl.int64)[None, :] * other_d
         less = tl.load(other_mean + (bh // group * mean_slots + other_slot) * DP + d)
         others = tl.load(other + at, mask=valid, other=0.0).to(tl.float32) - less[None, :]
+        delta = tl.sum(tl.where(valid, values * others, 0.0), 1)
         tl.store(statistics_out + of_row * 2, tl.load(lse2 + of_row))
+        tl.store(statistics_out + of_row * 2 + 1, delta)
     if mean is not None:
         less = tl.load(mean + (bh * mean_slots + slot) * DP + d)
         values = tl.where(valid, values - less[None, :], 0.0)
     rounded, scale = round_rows(values)
-    if other is not None:
-        delta = tl.sum(tl.where(valid, rounded.to(tl.float32) * others, 0.0), 1) * scale
-        tl.store(statistics_out + of_row * 2 + 1, delta)
     tl.store(rows_out + of_row[:, None] * DP + d[None, :], rounded)
     tl.store(scale_out + of_row, scale)
 
@@ -77,7 +76,7 @@ def round_gradients(
     do: Tensor, o: Tensor, lse2: Tensor, v_mean: Tensor, documents: Tensor | None
 ) -> tuple[Rows, Tensor]:
     """dO [B, H, M, D] (any strides), and statistics of its rows, [B H, M', 2] fp32: lse2 [B H, M'] as it is and
-    delta = rowsum(dO * (O - mean of V)), of the rounded dO. documents: the queries' table."""
+    delta = rowsum(dO * (O - mean of V)). documents: the queries' table."""
     return _round(do, other=o, other_mean=v_mean, lse2=lse2, documents=documents)
 
 

@@ -87,8 +87,8 @@ def hopper_scores_forward() -> HopperLaunch:
 
 
 def hopper_scores_backward(dim: int) -> HopperScoresBackwardLaunch:
-    """210 KiB of shared memory at D = 128, with FP32 sums of dQ 226, all but 1 of what there is; at D = 64 164 and 172,
-    with dP in INT8 172 and 180. Registers: the 504 that a multiprocessor has for a thread of each of the warpgroups."""
+    """210 KiB of shared memory at D = 128, with FP32 sums of dQ 226, all but 1 of what there is; at D = 64 164 and 172.
+    Registers: the 504 that a multiprocessor has for a thread of each of three warpgroups."""
     return HopperScoresBackwardLaunch(stages=2 if dim == 128 else 4, main=216, third=72)
 
 

@@ -49,7 +49,7 @@ ON_GPU = [
     Case(torch.bfloat16, 128, True, 2, SCORES),
     Case(torch.bfloat16, 64, True, 2, INPUTS),
 ]
-ON_HOPPER = [case._replace(hopper=True) for case in (*ON_GPU[:2], *ON_GPU[3:])]
+ON_HOPPER = [case._replace(hopper=True) for case in (*ON_GPU[:2], ON_GPU[3])]
 INTERPRETED = [
     Case(torch.float16, 64, True, 2, ROW),
     Case(torch.float32, 40, False, 1, TILE),

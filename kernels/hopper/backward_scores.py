@@ -1,5 +1,4 @@
-"""dQ, dK and dV at once on Hopper with products="scores" or "inputs": S in INT8, with "inputs" (INT8_DP) dP as well,
-and every other product of 16-bit operands.
+"""dQ, dK and dV at once on Hopper with products="scores": S in INT8, every other product of 16-bit operands.
 
 A program has 128 keys of a head, and tiles of 64 queries stream through shared memory. Three warpgroups:
 
@@ -11,8 +10,8 @@ A program has 128 keys of a head, and tiles of 64 queries stream through shared 
 
 They wait for each other at barriers, "a -> b" means that b waits for a:
 
-- `once`: loads -> `_main`: the program's K8 and V (V8) are there. `k16_there`: loads -> all: and its K in 16 bits.
-- `full`, a stage: loads -> `_main`: a query tile is there (Q8, Q, dO, dO8, numbers).
+- `once`: loads -> `_main`: the program's K8 and V are there. `k16_there`: loads -> all: and its K in 16 bits.
+- `full`, a stage: loads -> `_main`: a query tile is there (Q8, Q, dO, numbers).
 - `empty`, a stage: both `_main` -> `_third`: they have read that tile, and another may be loaded over it.
 - `ds_full`, a slot: both `_main` -> `_third`: dS of a tile is there.
 - `ds_empty`, a slot: `_third` -> `_main`: its product has read it, and dS of the tile after next may be stored there.
@@ -39,7 +38,7 @@ from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.descriptors import plain_rows, tokens, vector, whole_rows
 from sagebwd.kernels.hopper.operands import in_16_bit, left_16_bit
 from sagebwd.kernels.hopper.pieces import BLOCK, hand_on, power_of_two, release, seen, start_dp, start_s
-from sagebwd.kernels.hopper.scores_rows import look_at_values, prepare_rows
+from sagebwd.kernels.hopper.scores_rows import prepare_rows
 from sagebwd.kernels.hopper.tma_add import async_add_shared_to_global
 from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
@@ -58,36 +57,34 @@ def _ahead(dim):
 
 
 @gluon.jit
-def _load_tile(descs, rings, where, head, u, stage, D: gl.constexpr, INT8_DP: gl.constexpr):
+def _load_tile(descs, rings, where, head, u, stage, D: gl.constexpr):
     """Starts the loads of query tile `u` of the group's head `head`."""
-    _, _, _, q_desc, q16_desc, do_desc, do8_desc, numbers_desc = descs
-    q_ring, q16_ring, do_ring, do8_ring, numbers_ring, full, _ = rings
+    _, _, _, q_desc, q16_desc, do_desc, numbers_desc = descs
+    q_ring, q16_ring, do_ring, numbers_ring, full, _ = rings
     b, kv, kv_head, group, _, _, m_pad, lo, _ = where
     row = lo + u * BLOCK
     at = (kv * group + head) * m_pad + row
     head += kv_head * group
     ready = full.index(stage)
-    mbarrier.expect(ready, BLOCK * ((6 if INT8_DP else 5) * D + 16))
+    mbarrier.expect(ready, BLOCK * (5 * D + 16))
     tma.async_copy_global_to_shared(q_desc, [at, 0], ready, q_ring.index(stage))
     tma.async_copy_global_to_shared(numbers_desc, [at * 4], ready, numbers_ring.index(stage))
-    if INT8_DP:
-        tma.async_copy_global_to_shared(do8_desc, [at, 0], ready, do8_ring.index(stage))
     tma.async_copy_global_to_shared(do_desc, [b, head, row, 0], ready, do_ring.index(stage))
     tma.async_copy_global_to_shared(q16_desc, [b, head, row, 0], ready, q16_ring.index(stage))
 
 
 @gluon.jit
-def _load_next(descs, rings, where, loads, stage, D: gl.constexpr, INT8_DP: gl.constexpr):
+def _load_next(descs, rings, where, loads, stage, D: gl.constexpr):
     """Starts the loads of the next tile to a stage, if there is one. loads: its head and tile, and how many are left.
 
     Where S is computed ahead, after the last tile comes one more S, of whatever is there: nobody uses it.
     """
     head, u, left = loads
-    _, _, _, _, _, full, _ = rings
+    _, _, _, _, full, _ = rings
     _, _, _, _, _, _, _, _, steps = where
     AHEAD: gl.constexpr = _ahead(D)
     if left > 0:
-        _load_tile(descs, rings, where, head, u, stage, D, INT8_DP)
+        _load_tile(descs, rings, where, head, u, stage, D)
     if left == 0 and AHEAD:
         mbarrier.expect(full.index(stage), 0)
     u += 1
@@ -121,45 +118,24 @@ def _add_to_memory(sums_desc, at, staging, x, OTHERS: gl.constexpr):
 
 
 @gluon.jit
-def _keys_and_values(k_desc, k_tile, out_tile, GROUP: gl.constexpr, D: gl.constexpr, INT8_DP: gl.constexpr):
-    """Of the GROUP-th 64 keys K8, and V, which lies where dV and dK go in the end: V8 with K8 beside it."""
-    values = out_tile.index(GROUP)
-    if INT8_DP:
-        both = values._reinterpret(gl.int8, [2, BLOCK, D], k_desc.layout)
-        keys = both.index(0)
-        values = both.index(1)
-    else:
-        keys = k_tile.index(GROUP)
-    return keys, values
-
-
-@gluon.jit
-def _third(
-    descs, where, shared, exchange, sums_desc, stagings, tile, blocks,
-    D: gl.constexpr, STAGES: gl.constexpr, INT8_DP: gl.constexpr,
-):  # fmt: skip
+def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D: gl.constexpr, STAGES: gl.constexpr):
     """Loads everything; of every tile, dQ = dS [64 queries, 128 keys] K, added to memory. tile: the first one of the
     first head in the sums; blocks: tiles of a head there."""
-    k_desc, dk_desc, v_desc, _, _, _, _, _ = descs
-    k_tile, k16_tile, out_tile, rings, once, k16_there = shared
-    _, _, _, _, numbers_ring, full, empty = rings
+    k_desc, dk_desc, v_desc, _, _, _, _ = descs
+    k_tile, k16_tile, v_tile, rings, once, k16_there = shared
+    _, _, _, numbers_ring, full, empty = rings
     ds_ring, ds_full, ds_empty = exchange
     b, kv, kv_head, group, col, n_pad, _, _, steps = where
     PARTS: gl.constexpr = D // WIDTH
     ROWS: gl.constexpr = BLOCK * WIDTH // SUMS_ROW  # of sums, of a part of a tile
     FLOAT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    mbarrier.expect(once, 2 * BLOCK * D * (2 if INT8_DP else 3))
+    mbarrier.expect(once, 2 * BLOCK * D * 3)
     for i in gl.static_range(2):
-        keys, values = _keys_and_values(k_desc, k_tile, out_tile, i, D, INT8_DP)
-        row = col + i * BLOCK
-        tma.async_copy_global_to_shared(k_desc, [kv * n_pad + row, 0], once, keys)
-        if INT8_DP:
-            tma.async_copy_global_to_shared(v_desc, [kv * n_pad + row, 0], once, values)
-        else:
-            tma.async_copy_global_to_shared(v_desc, [b, kv_head, row, 0], once, values)
+        tma.async_copy_global_to_shared(k_desc, [kv * n_pad + col + i * BLOCK, 0], once, k_tile.index(i))
+        tma.async_copy_global_to_shared(v_desc, [b, kv_head, col + i * BLOCK, 0], once, v_tile.index(i))
     loads = (0, 0, group * steps)
     for i in gl.static_range(STAGES):
-        loads = _load_next(descs, rings, where, loads, i, D, INT8_DP)
+        loads = _load_next(descs, rings, where, loads, i, D)
     mbarrier.expect(k16_there, 2 * BLOCK * D * 2)  # the first dQ wants it, which is long after the first S
     for i in gl.static_range(2):
         tma.async_copy_global_to_shared(dk_desc, [b, kv_head, col + i * BLOCK, 0], k16_there, k16_tile.index(i))
@@ -186,7 +162,7 @@ def _third(
                     # Loads before the adding: a stage is free soon after its dS has come, the adding can wait.
                     if loads[2] >= 0:
                         mbarrier.wait(empty.index(stage), phase)
-                    loads = _load_next(descs, rings, where, loads, stage, D, INT8_DP)
+                    loads = _load_next(descs, rings, where, loads, stage, D)
                     stage += 1
                     if stage == STAGES:
                         stage = 0
@@ -221,7 +197,7 @@ def _of_rows(first, second, LAYOUT: gl.constexpr):
 @gluon.jit
 def _powers(ring, stage, LAYOUT: gl.constexpr):
     """By what a tile's rows of dQ are multiplied to be added up: two in BF16 in each word."""
-    both = _half(ring, stage, 6, gl.int32)
+    both = _half(ring, stage, 4, gl.int32)
     first, second = (both << 16).to(gl.float32, bitcast=True), (both & -65536).to(gl.float32, bitcast=True)
     return _of_rows(first, second, LAYOUT)
 
@@ -229,7 +205,7 @@ def _powers(ring, stage, LAYOUT: gl.constexpr):
 @gluon.jit
 def _q_scale(ring, stage, LAYOUT: gl.constexpr):
     """Q's scale of a tile for each row of a product."""
-    scale = _half(ring, stage, 7, gl.float32)
+    scale = _half(ring, stage, 5, gl.float32)
     return _of_rows(scale, scale, LAYOUT)
 
 
@@ -241,17 +217,12 @@ def _by_fours():
 
 @gluon.jit
 def _of_columns(ring, stage, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64] of a stage, for a product's columns: lse2 (0), delta (1) and, with INT8_DP, dO's scale (2) of its queries. 8
-    bytes at a time they would take shared memory twice as long."""
+    """[64] of a stage, for a product's columns: lse2 (0) or delta (1) of its queries. 8 bytes at a time they would take
+    shared memory twice as long."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x = ring.index(stage)._reinterpret(gl.float32, [4, BLOCK], FLAT).index(WHICH).load(_by_fours())
     x = x.reshape([4, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([BLOCK])
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _start_dp(values, do_ring, do8_ring, stage, D: gl.constexpr, INT8_DP: gl.constexpr):
-    return start_s(values, do8_ring, stage) if INT8_DP else start_dp(values, do_ring, stage, D)
 
 
 @gluon.jit
@@ -265,19 +236,17 @@ def _write(desc, shared, b, head, col, values, D: gl.constexpr):
 
 @gluon.jit
 def _step(
-    state, row, tiles, rings, exchange, factors, col, m, n, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, INT8_DP: gl.constexpr, GROUP: gl.constexpr,
+    state, row, tiles, rings, exchange, factor, col, m, n,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Adds query tile `count` to dK and dV and hands its dS on. state: s, dv, dk, count; s is 0 unless AHEAD. factors:
-    of S, but for Q's scale; of dP's rows, the scales of V8, but for dO8's.
+    """Adds query tile `count` to dK and dV and hands its dS on. state: s, dv, dk, count; s is 0 unless AHEAD.
 
     The products of a warpgroup one after the other, each wait followed by what it makes possible: S; dP; dV and dK.
     AHEAD: dP under the exponentials; dV, dK and S of the next tile.
     """
     s, dv, dk, count = state
     keys, values = tiles
-    factor, v_scale = factors
-    q_ring, q16_ring, do_ring, do8_ring, numbers_ring, full, empty = rings
+    q_ring, q16_ring, do_ring, numbers_ring, full, empty = rings
     ds_ring, ds_full, ds_empty = exchange
     AHEAD: gl.constexpr = _ahead(D)
     SHIFT: gl.constexpr = 1 if STAGES == 2 else 2  # stages are 2 or 4
@@ -292,7 +261,7 @@ def _step(
     next_stage = (count + 1) & (STAGES - 1)
     next_phase = ((count + 1) >> SHIFT) & 1
     if AHEAD:
-        dp = _start_dp(values, do_ring, do8_ring, stage, D, INT8_DP)
+        dp = start_dp(values, do_ring, stage, D)
         s_now = s
     else:
         mbarrier.wait(full.index(stage), phase)
@@ -307,10 +276,8 @@ def _step(
         cols = col + gl.arange(0, BLOCK, gl.SliceLayout(1, INT))
         p = gl.where(seen(rows[None, :], cols[:, None], m, n, CAUSAL), p, 0.0)
     if not AHEAD:
-        dp = _start_dp(values, do_ring, do8_ring, stage, D, INT8_DP)
+        dp = start_dp(values, do_ring, stage, D)
     dp = warpgroup_mma_wait(0, [dp])
-    if INT8_DP:
-        dp = dp.to(gl.float32) * v_scale[:, None] * _of_columns(numbers_ring, stage, 2, COLS)[None, :]
     delta = _of_columns(numbers_ring, stage, 1, COLS)
     ds = p * (gl.convert_layout(dp, INT, assert_trivial=True) - delta[None, :])
     ds16 = left_16_bit(ds, WIDE, do_ring.dtype)
@@ -336,12 +303,12 @@ def _step(
 @gluon.jit
 def _main(
     shared, exchange, tensors, numbers, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, INT8_DP: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of the GROUP-th 64 keys of the program."""
-    k_tile, _, out_tile, rings, once, k16_there = shared
-    q_ring, _, _, _, _, full, _ = rings
-    k_scale, v_scale, k_desc, dk_desc, dv_desc = tensors
+    k_tile, _, v_tile, rings, once, k16_there = shared
+    q_ring, _, _, _, full, _ = rings
+    k_scale, dk_desc, dv_desc = tensors
     b, kv_head, col, lo, steps, group, m, n, softmax_scale, factor = numbers
     AHEAD: gl.constexpr = _ahead(D)
     INT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
@@ -349,22 +316,15 @@ def _main(
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     col += GROUP * BLOCK
     factor *= gl.load(k_scale + gl.minimum(col, n - 1) // BLOCK)  # a tile may begin past the last key
-    of_values = 0.0
-    if INT8_DP:
-        of_values = gl.load(v_scale + col + gl.arange(0, BLOCK, gl.SliceLayout(1, INT)))
-    factors = (factor, of_values)
     dv = gl.zeros([BLOCK, D], gl.float32, WIDE)
     dk = gl.zeros([BLOCK, D], gl.float32, WIDE)
     mbarrier.wait(once, 0)
     if steps > 0:
-        keys, values = _keys_and_values(k_desc, k_tile, out_tile, GROUP, D, INT8_DP)
-        values = values.reshape([BLOCK, D])
+        keys = k_tile.index(GROUP)
+        values = v_tile.index(GROUP).reshape([BLOCK, D])
         if D == 64:  # in registers, of which D = 128 has none left: products read that much less of shared memory
             keys = keys.load(gl.DotOperandLayout(0, INT, 4))
-            if INT8_DP:
-                values = values.load(gl.DotOperandLayout(0, INT, 4))
-            else:
-                values = values.load(gl.DotOperandLayout(0, FLOAT, 2))
+            values = values.load(gl.DotOperandLayout(0, FLOAT, 2))
         tiles = (keys, values)
         s = 0
         if AHEAD:
@@ -378,27 +338,24 @@ def _main(
         for _head in range(group):
             for u in range(masked):
                 state = _step(
-                    state, lo + u * BLOCK, tiles, rings, exchange, factors, col, m, n, CAUSAL, True,
-                    D, STAGES, INT8_DP, GROUP,
+                    state, lo + u * BLOCK, tiles, rings, exchange, factor, col, m, n, CAUSAL, True, D, STAGES, GROUP,
                 )  # fmt: skip
             for u in range(masked, steps):
                 state = _step(
-                    state, lo + u * BLOCK, tiles, rings, exchange, factors, col, m, n, CAUSAL, False,
-                    D, STAGES, INT8_DP, GROUP,
+                    state, lo + u * BLOCK, tiles, rings, exchange, factor, col, m, n, CAUSAL, False, D, STAGES, GROUP,
                 )  # fmt: skip
         dv = state[1]
         dk = state[2]
     mbarrier.wait(k16_there, 0)  # dK is written where K is read
-    _write(dv_desc, out_tile.index(GROUP), b, kv_head, col, dv, D)
-    _write(dk_desc, out_tile.index(GROUP), b, kv_head, col, dk * softmax_scale, D)
+    _write(dv_desc, v_tile.index(GROUP), b, kv_head, col, dv, D)
+    _write(dk_desc, v_tile.index(GROUP), b, kv_head, col, dk * softmax_scale, D)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "m", "n", "key_tiles", "kv_total", "section"])
 def hopper_backward_scores(
-    k_desc, v_desc, q_desc, q16_desc, do_desc, do8_desc, numbers_desc, dk_desc, dv_desc, sums_desc, k_scale, v_scale,
+    k_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc, dk_desc, dv_desc, sums_desc, k_scale,
     heads, group, m, n, m_pad, n_pad, softmax_scale, factor, key_tiles, kv_total, section,
-    CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, INT8_DP: gl.constexpr,
-    MAIN: gl.constexpr, THIRD: gl.constexpr,
+    CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr, THIRD: gl.constexpr,
 ):  # fmt: skip
     """dk_desc: on entry it holds the smoothed K, which a program reads where it will write.
 
@@ -422,18 +379,12 @@ def hopper_backward_scores(
     tile = kv * group * blocks + lo // BLOCK
     k_scale += kv.to(gl.int64) * (n_pad // BLOCK)
 
+    k_tile = gl.allocate_shared_memory(gl.int8, [2, BLOCK, D], k_desc.layout)
     k16_tile = gl.allocate_shared_memory(dk_desc.dtype, [2, 1, 1, BLOCK, D], dk_desc.layout)
-    out_tile = gl.allocate_shared_memory(dv_desc.dtype, [2, 1, 1, BLOCK, D], dv_desc.layout)
-    k_tile = out_tile  # with INT8_DP K8 lies there
-    if not INT8_DP:
-        k_tile = gl.allocate_shared_memory(gl.int8, [2, BLOCK, D], k_desc.layout)
+    v_tile = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, BLOCK, D], v_desc.layout)
     q_ring = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK, D], q_desc.layout)
     q16_ring = gl.allocate_shared_memory(q16_desc.dtype, [STAGES, 1, 1, BLOCK, D], q16_desc.layout)
     do_ring = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BLOCK, D], do_desc.layout)
-    do8_ring = do_ring
-    if INT8_DP:
-        do8_ring = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK, D], do8_desc.layout)
-        v_scale += kv.to(gl.int64) * n_pad
     numbers_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BLOCK], numbers_desc.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_ring = gl.allocate_shared_memory(do_desc.dtype, [2 * SLOTS, BLOCK, BLOCK], DS)
@@ -455,18 +406,18 @@ def hopper_backward_scores(
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(ds_empty.index(i), count=1)
 
-    descs = (k_desc, dk_desc, v_desc, q_desc, q16_desc, do_desc, do8_desc, numbers_desc)
-    rings = (q_ring, q16_ring, do_ring, do8_ring, numbers_ring, full, empty)
-    shared = (k_tile, k16_tile, out_tile, rings, once, k16_there)
+    descs = (k_desc, dk_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc)
+    rings = (q_ring, q16_ring, do_ring, numbers_ring, full, empty)
+    shared = (k_tile, k16_tile, v_tile, rings, once, k16_there)
     exchange = (ds_ring, ds_full, ds_empty)
-    tensors = (k_scale, v_scale, k_desc, dk_desc, dv_desc)
+    tensors = (k_scale, dk_desc, dv_desc)
     numbers = (b, kv_head, col, lo, steps, group, m, n, softmax_scale, factor)
     where = (b, kv, kv_head, group, col, n_pad, m_pad, lo, steps)
     gl.warp_specialize(
         [
-            (_main, (shared, exchange, tensors, numbers, 0, D, CAUSAL, STAGES, INT8_DP)),
-            (_main, (shared, exchange, tensors, numbers, 1, D, CAUSAL, STAGES, INT8_DP)),
-            (_third, (descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D, STAGES, INT8_DP)),
+            (_main, (shared, exchange, tensors, numbers, 0, D, CAUSAL, STAGES)),
+            (_main, (shared, exchange, tensors, numbers, 1, D, CAUSAL, STAGES)),
+            (_third, (descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D, STAGES)),
         ],
         [4, 4], [MAIN, THIRD],
     )  # fmt: skip
@@ -479,10 +430,10 @@ def _section(heads: int, key_tiles: int) -> int:
 
 def backward(
     q8: Quantised, k8: Quantised, q: Tensor, do: Tensor, o: Tensor, lse2: Tensor, v: Tensor, dk: Tensor, dv: Tensor,
-    *, causal: bool, softmax_scale: float, int8_dp: bool,
+    *, causal: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes dk and dv [B, K, N, D] of a call that `scores.backward_refusal` lets pass; returns the numbers of rows and
-    the sums of dQ, for `scores_rows.round_dq`. int8_dp: dP = dO V^T in INT8 as well.
+    the sums of dQ, for `scores_rows.round_dq`.
 
     q8 and k8 hold rows. q, do and o [B, H, M, D] and v as they came; lse2 [B H, M'] fp32 of the forward. dk holds the
     smoothed K, which is overwritten: the sums take as much memory as a tensor or two, and K none of its own.
@@ -490,24 +441,20 @@ def backward(
     b, h, m, dim = do.shape
     kv_heads, n = v.shape[1:3]
     tune = tuning.hopper_scores_backward(dim)
-    values = look_at_values(v, int8_dp=int8_dp)
-    numbers, sums, do8 = prepare_rows(q8.scale, k8.scale, do, o, lse2, values, n)
+    numbers, sums = prepare_rows(q8.scale, k8.scale, do, o, lse2, v)
     block = BLOCK.value
-    v_desc, v_scale, do8_desc = tokens(v, block), None, None
-    if int8_dp:
-        v_desc, v_scale, do8_desc = whole_rows(values.rounded.rows, block), values.rounded.scale, whole_rows(do8, block)
     key_tiles = triton.cdiv(n, 2 * block)
     launch(
         hopper_backward_scores, b * kv_heads * key_tiles,
         (
-            whole_rows(k8.rows, block), v_desc, whole_rows(q8.rows, block), tokens(q, block),
-            tokens(do, block), do8_desc, vector(numbers, 4 * block), tokens(dk, block), tokens(dv, block),
-            plain_rows(sums, SUMS_ROW.value, block * WIDTH.value // SUMS_ROW.value), k8.scale, v_scale,
+            whole_rows(k8.rows, block), tokens(v, block), whole_rows(q8.rows, block), tokens(q, block),
+            tokens(do, block), vector(numbers, 4 * block), tokens(dk, block), tokens(dv, block),
+            plain_rows(sums, SUMS_ROW.value, block * WIDTH.value // SUMS_ROW.value), k8.scale,
         ),
         (
             h, h // kv_heads, m, n, q8.rows.shape[1], k8.rows.shape[1], softmax_scale, softmax_scale * tuning.LOG2E,
             key_tiles, b * kv_heads, _section(b * kv_heads, key_tiles) if causal else 1,
         ),
-        CAUSAL=causal, D=dim, STAGES=tune.stages, INT8_DP=int8_dp, MAIN=tune.main, THIRD=tune.third, num_warps=4,
+        CAUSAL=causal, D=dim, STAGES=tune.stages, MAIN=tune.main, THIRD=tune.third, num_warps=4,
     )  # fmt: skip
     return numbers, sums

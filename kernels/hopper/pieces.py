@@ -70,7 +70,7 @@ def quantise_rows(x, largest):
 
 @gluon.jit
 def start_s(left, ring, stage):
-    """S of 64 rows and the 64 tokens of a stage; or dP, of INT8."""
+    """S of 64 rows and the 64 tokens of a stage."""
     INT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     nothing = gl.zeros([BLOCK, BLOCK], gl.int32, INT)
     return warpgroup_mma(left, ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)

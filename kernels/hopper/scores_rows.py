@@ -1,29 +1,21 @@
-"""What `backward_scores` needs of each query and of V beforehand, and dQ out of the sums that it leaves: one pass each.
+"""What `backward_scores` needs of each query row beforehand, and dQ out of the sums that it leaves: one pass each.
 
 Sums are FP16, each row's times a power of two by which they cannot overflow: |sum of any of a row's dS_ij K_j| <=
 sum_j P_ij |dP_ij - delta_i| max|K| <= 2 max_j |dP_ij| max|K| <= 2 sum_d |dO_id| max|V| max|K|, maxima of a head's
 finite values: a row that sees another one is not finite, whatever its power, and others shall not lose bits to it. That
 is scaled to 2^15 at most, and rounding 256 additions of 128 keys adds 2^12 at most: FP16 ends at 2^16. Below, sums keep
 all their bits down to 2^-29 of the bound; ordinary ones are 2^-8 to 2^-17 of it. More keys take FP32 sums.
-
-With dP in INT8 dO is the rounded one and V lacks its mean. So does delta_i; but O was rounded with the mean in it, and
-where V's tokens hardly differ |delta_i| may be more than the bound of dP: then it is the bound.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.kernels.common import TINY, padded_rows
+from sagebwd.kernels.common import TINY
 from sagebwd.kernels.launch import launch
-from sagebwd.kernels.mean import key_mean
-from sagebwd.kernels.quantise import round_rows
-from sagebwd.kernels.rows import Rows
 
 BLOCK = 64
 MOST_KEYS = 32768  # whose sums are FP16: rounding these errs as the square root of the number of additions, 256 then
@@ -42,29 +34,20 @@ def _finite(x):
 
 
 @triton.jit(do_not_specialize=["heads", "n", "tiles"])
-def _look_at_values(
-    v, mean, largest, rows_out, scale_out, v_b, v_h, v_n, v_d, heads, n, tiles, D: tl.constexpr, BLOCK: tl.constexpr
-):
+def _largest_values(v, largest, v_b, v_h, v_n, v_d, heads, n, tiles, D: tl.constexpr, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     bh = pid // tiles
-    inside = tl.arange(0, BLOCK)
-    rows = pid % tiles * BLOCK + inside
+    rows = pid % tiles * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, D)
-    valid = (rows < n)[:, None]
     v += (bh // heads) * v_b + (bh % heads) * v_h
-    values = tl.load(v + rows[:, None] * v_n + d[None, :] * v_d, mask=valid, other=0.0).to(tl.float32)
-    if mean is not None:
-        values = tl.where(valid, values - tl.load(mean + bh * D + d)[None, :], 0.0)
-        rounded, scale = round_rows(values)
-        tl.store(rows_out + (pid * BLOCK + inside)[:, None] * D + d[None, :], rounded)
-        tl.store(scale_out + pid * BLOCK + inside, scale)
+    values = tl.load(v + rows[:, None] * v_n + d[None, :] * v_d, mask=(rows < n)[:, None], other=0.0).to(tl.float32)
     tl.store(largest + pid, tl.max(tl.max(_finite(tl.abs(values)), 1), 0))
 
 
 @triton.jit
 def _at_powers(numbers, row, BLOCK: tl.constexpr):
     """Where a tile's numbers have a row's power of two, in BF16: those of rows g and g + 8 of each 16 are one word."""
-    return (numbers + 3 * BLOCK).to(tl.pointer_type(tl.int16)) + (row // 16 * 16 + row % 8 * 2 + row // 8 % 2)
+    return (numbers + 2 * BLOCK).to(tl.pointer_type(tl.int16)) + (row // 16 * 16 + row % 8 * 2 + row // 8 % 2)
 
 
 @triton.jit
@@ -78,9 +61,8 @@ def _largest(x, length, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "m", "tiles", "group", "key_tiles", "k_stride"])
 def _prepare_rows(
-    q_scale, k_scale, do, o, lse2, of_values, v_mean, numbers, sums, rows_out,
-    do_b, do_h, do_m, do_d, o_b, o_h, o_m, o_d, heads, m, tiles, group, key_tiles, v_stride, k_stride,
-    D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
+    q_scale, k_scale, do, o, lse2, of_values, numbers, sums, do_b, do_h, do_m, do_d, o_b, o_h, o_m, o_d,
+    heads, m, tiles, group, key_tiles, k_stride, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     bh = pid // tiles
@@ -96,29 +78,18 @@ def _prepare_rows(
     # A thread of a product has columns 8h + 2t + e: of each two h its four together.
     place = inside // 16 * 16 + inside // 2 % 4 * 4 + inside // 8 % 2 * 2 + inside % 2
     tl.store(numbers + place, tl.load(lse2 + pid * BLOCK + inside))
-    if v_mean is not None:
-        values -= tl.load(v_mean + bh // group * D + d)[None, :]
-        rounded, scale = round_rows(grads)
-        tl.store(rows_out + (pid * BLOCK + inside)[:, None] * D + d[None, :], rounded)
-        tl.store(numbers + 2 * BLOCK + place, scale)
-        grads = rounded.to(tl.float32)  # less the scale, which comes after the sums
-    else:
-        scale = tl.full((BLOCK,), 1.0, tl.float32)
-    delta = tl.sum(grads * values, 1) * scale
-    tl.store(numbers + BLOCK + place, delta)
-    of_rows = tl.sum(tl.abs(grads), 1) * scale
+    tl.store(numbers + BLOCK + place, tl.sum(grads * values, 1))
     power = tl.zeros((BLOCK,), tl.int32)
     if HALVES:
         kv = bh // group
-        of_dp = _exponent(of_rows) + _exponent(_largest(of_values + kv * v_stride, key_tiles, 128))
-        if v_mean is not None:
-            of_dp = tl.maximum(of_dp, _exponent(tl.abs(delta)))
+        of_heads = _exponent(_largest(of_values + kv * key_tiles, key_tiles, 128))
         of_keys = tl.maximum(127.0 * _largest(k_scale + kv * k_stride, key_tiles, 128), TINY)  # below it the scale is 0
-        power = 14 - of_dp - _exponent(of_keys)
+        of_heads += _exponent(of_keys)
+        power = 14 - _exponent(tl.sum(tl.abs(grads), 1)) - of_heads
         power = tl.minimum(tl.maximum(power, -113), 126)  # so that FP32 has it and its inverse
     tl.store(_at_powers(numbers, inside, BLOCK), ((127 + power) << 7).to(tl.int16))
     half = tl.arange(0, BLOCK // 2)
-    tl.store(numbers + 7 * (BLOCK // 2) + half, tl.load(q_scale + pid) + tl.zeros((BLOCK // 2,), tl.float32))
+    tl.store(numbers + 5 * (BLOCK // 2) + half, tl.load(q_scale + pid) + tl.zeros((BLOCK // 2,), tl.float32))
     zeros = tl.zeros((BLOCK * D,), sums.dtype.element_ty)
     tl.store(sums + pid * (BLOCK * D) + tl.arange(0, BLOCK * D), zeros)
 
@@ -145,63 +116,33 @@ def _round_dq(
     tl.store(dq + rows * dq_m + d * dq_d, values, mask=rows < m)
 
 
-class Values(NamedTuple):
-    """What is needed of V [B, K, N, D]. With dP in INT8 of V less its mean."""
-
-    largest: Tensor  # [B K, N' / 64] fp32: the largest finite magnitude of each 64 tokens
-    mean: Tensor | None = None  # [B K, 1, D] fp32; this and what follows with dP in INT8
-    rounded: Rows | None = None  # [B K, N', D] int8, a scale a token
-
-
-class Prepared(NamedTuple):
-    """What is needed of the queries [B, H, M, D].
-
-    numbers: of each 64 queries lse2, delta, and with dP in INT8 the scale of dO, all in the order in which a product's
-    threads take them; the power of two of each row's sums, in BF16; and Q's scale, 32 times (TMA brings powers of 2).
-    """
-
-    numbers: Tensor  # [B H M' / 64 * 256] fp32
-    sums: Tensor  # [B H, M' / 64, 64 D], zeros, FP16 or FP32
-    do8: Tensor | None  # [B H, M', D] int8, with dP in INT8
-
-
-def look_at_values(v: Tensor, *, int8_dp: bool) -> Values:
-    """v [B, K, N, D], any strides."""
-    b, heads, n, dim = v.shape
-    n_pad = padded_rows(n)
-    tiles = n_pad // BLOCK
-    largest = v.new_empty((b * heads, tiles), dtype=torch.float32)
-    mean = rounded = None
-    if int8_dp:
-        mean = key_mean(v, None)
-        rounded = Rows(v.new_empty((b * heads, n_pad, dim), dtype=torch.int8), largest.new_empty((b * heads, n_pad)))
-    launch(
-        _look_at_values, b * heads * tiles, (v, mean, largest, *(rounded or (None, None))),
-        (*v.stride(), heads, n, tiles), D=dim, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return Values(largest, mean, rounded)
-
-
 def prepare_rows(
-    q_scale: Tensor, k_scale: Tensor, do: Tensor, o: Tensor, lse2: Tensor, values: Values, n: int
-) -> Prepared:
-    """q_scale [B H, M' / 64], k_scale [B K, N' / 64] of the smoothed K, do and o [B, H, M, D] (any strides), lse2
-    [B H, M'] fp32, n: keys."""
+    q_scale: Tensor, k_scale: Tensor, do: Tensor, o: Tensor, lse2: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """numbers [B H M' / 64 * 256] fp32: of each 64 queries lse2 and delta = rowsum(do * o), both in the order in which
+    a product's threads take them; the power of two of each row's sums, in BF16, two rows a word; their scale 32 times.
+    The last 64 are not used: TMA brings powers of 2. sums [B H, M' / 64, 64 D]: zeros, FP16 or FP32.
+
+    q_scale [B H, M' / 64], k_scale [B K, N' / 64] of the smoothed K, do and o [B, H, M, D], v [B, K, N, D] (any
+    strides), lse2 [B H, M'] fp32.
+    """
     b, h, m, dim = do.shape
-    tiles, halves = q_scale.shape[1], n <= MOST_KEYS
+    kv_heads, n = v.shape[1:3]
+    tiles, key_tiles, halves = q_scale.shape[1], triton.cdiv(n, BLOCK), n <= MOST_KEYS
     numbers = q_scale.new_empty(b * h * tiles * 4 * BLOCK)
     sums = q_scale.new_empty((b * h, tiles, BLOCK * dim), dtype=torch.float16 if halves else torch.float32)
-    do8 = None if values.mean is None else q_scale.new_empty((b * h, tiles * BLOCK, dim), dtype=torch.int8)
+    of_values = q_scale.new_empty((b * kv_heads, key_tiles))
+    if halves:
+        launch(
+            _largest_values, b * kv_heads * key_tiles, (v, of_values), (*v.stride(), kv_heads, n, key_tiles),
+            D=dim, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
     launch(
-        _prepare_rows, b * h * tiles,
-        (q_scale, k_scale, do, o, lse2, values.largest, values.mean, numbers, sums, do8),
-        (
-            *do.stride(), *o.stride(), h, m, tiles, b * h // k_scale.shape[0], triton.cdiv(n, BLOCK),
-            values.largest.shape[1], k_scale.shape[1],
-        ),
-        D=dim, BLOCK=BLOCK, HALVES=halves, num_warps=4, enable_fp_fusion=do8 is None,
+        _prepare_rows, b * h * tiles, (q_scale, k_scale, do, o, lse2, of_values, numbers, sums),
+        (*do.stride(), *o.stride(), h, m, tiles, h // kv_heads, key_tiles, k_scale.shape[1]),
+        D=dim, BLOCK=BLOCK, HALVES=halves, num_warps=4,
     )  # fmt: skip
-    return Prepared(numbers, sums, do8)
+    return numbers, sums
 
 
 def round_dq(numbers: Tensor, sums: Tensor, dq: Tensor, scale: float) -> None:

@@ -310,7 +310,7 @@ def backward(
     mask = _Mask(causal, window, m, n)
     work = saved.q_hat.dtype
     if delta is None:
-        args = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window, "exact": exact}
+        args = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window}
         delta = delta_of(do, v, o, saved, n=n, **args)
     if not c.int8_p:
         return _backward_16_bit(do, v, saved, delta, softmax_scale, mask, c, exact, observer)
@@ -384,8 +384,7 @@ def _backward_16_bit(
 
     With products="inputs" dP_ij = (dO^_i V^_j) s_V,j s_dO,i, of INT8 with a scale for each query of dO and each token
     of V. V is smoothed: without its mean all of dP's row i lacks dO_i mean, and so does delta_i = dO_i (O_i - mean):
-    dS = P (dP - delta) does not see it, and what is rounded is only what tells tokens apart. delta takes the rounded
-    dO, as dP does: the rows of dS sum to zero then whatever that rounding did, and only V's stays in their sums.
+    dS = P (dP - delta) does not see it, and what is rounded is only what tells tokens apart.
     """
     dtype, work = do.dtype, saved.q_hat.dtype
     do = _pad_rows(do.to(work).unflatten(1, (v.shape[1], -1)), c.block_q)
@@ -416,7 +415,7 @@ def _backward_16_bit(
 
 def delta_of(
     do: Tensor, v: Tensor, o: Tensor, saved: Saved,
-    *, causal: bool, softmax_scale: float, config: QuantConfig, n: int, window: int | None = None, exact: bool = False,
+    *, causal: bool, softmax_scale: float, config: QuantConfig, n: int, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """What `backward` subtracts from a query's dP, [B, K, G, M'], by config.delta; arguments as it takes."""
     c, m, heads, work = config, do.shape[-2], v.shape[1], saved.q_hat.dtype
@@ -425,8 +424,6 @@ def delta_of(
         o = o.to(work).unflatten(1, (heads, -1))
         if c.int8_dp:
             o = o - key_mean(key_sums(v), n)[:, :, None]
-            do_hat, do_scale = quantise(do, -1, exact=exact)
-            do = do_hat * do_scale
         return (do * _pad_rows(o, c.block_q)).sum(-1)
     v, mask = _pad_rows(v.to(work), c.block_k), _Mask(causal, window, m, n)
     delta = torch.zeros_like(saved.lse2)

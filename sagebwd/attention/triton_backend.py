@@ -143,7 +143,7 @@ def _backward_16_bit(
     tensors = {"Q": q, "dK": dk, "dV": dv}
     if backward_kernels.on_hopper(do, v, config, **sizes, packed=packed is not None, **tensors):
         q8, k8 = quantise_both(q, k, k_mean, smoothed_to=dk)
-        options = {"causal": causal, "softmax_scale": softmax_scale, "int8_dp": config.int8_dp}
+        options = {"causal": causal, "softmax_scale": softmax_scale}
         numbers, sums = hopper_backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
         del q8, k8  # before dQ is made, so that the peak is no higher than SDPA's
         dq = torch.empty_like(o)

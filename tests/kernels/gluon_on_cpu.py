@@ -64,24 +64,10 @@ def _binary(name):
     return apply
 
 
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "floordiv",
-    "mod",
-    "lshift",
-    "rshift",
-    "xor",
-    "and",
-    "or",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-):
+_OPERATORS = (
+    "add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "xor", "and", "or", "lt", "le", "gt", "ge", "eq", "ne",
+)  # fmt: skip
+for _name in _OPERATORS:
     _function = _binary(_name + "_" if _name in ("and", "or") else _name)
     setattr(Value, f"__{_name}__", _function)
 Value.__radd__, Value.__rmul__, Value.__ror__ = Value.__add__, Value.__mul__, Value.__or__

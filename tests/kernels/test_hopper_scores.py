@@ -1,11 +1,11 @@
-"""Where P is not INT8: which calls Hopper's kernels take, that these are then what is launched, and what they
+"""With products="scores": which calls Hopper's kernels take, that these are then what is launched, and what they
 compute, by stand-ins for Gluon."""
 
 import pytest
 import torch
 from torch.nn.functional import pad
 
-from sagebwd.attention import QuantConfig, reference, triton_backend
+from sagebwd.attention import QuantConfig, triton_backend
 from sagebwd.kernels import backward, mean, quantise, tuning
 from sagebwd.kernels import scores as portable
 from sagebwd.kernels.hopper import (
@@ -24,7 +24,7 @@ from tests.attention.cases import TIGHT, by_reference
 from tests.attention.helpers import assert_close, inputs, rel_l2
 from tests.kernels.gluon_on_cpu import on_cpu
 
-SCORES, INPUTS = QuantConfig(products="scores"), QuantConfig(products="inputs")
+SCORES = QuantConfig(products="scores")
 PLAIN = {"window": False, "packed": False}
 WIDE = torch.empty(1, 1, 8, 65, dtype=torch.bfloat16)
 
@@ -34,7 +34,7 @@ WIDE = torch.empty(1, 1, 8, 65, dtype=torch.bfloat16)
 def test_the_default_is_taken(dim, refusal):
     x = torch.empty(2, 3, 5, dim, dtype=torch.bfloat16)
     tensors = {"V": x, "dO": x.transpose(1, 2), "dK": x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)}
-    for config in (SCORES, QuantConfig(products="scores", smooth_k=False), INPUTS):
+    for config in (SCORES, QuantConfig(products="scores", smooth_k=False)):
         assert refusal(90, dim, config, **PLAIN, tensors=tensors) is None
 
 
@@ -100,11 +100,10 @@ def tensors(dim=64, length=100):
     return inputs(length, length, dim, 2, 1, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("config", [SCORES, INPUTS])
 @pytest.mark.parametrize("dim", scores.DIMS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_hopper_s_kernels_are_launched(launched, dim, causal, config):
-    attend(*tensors(dim), config, causal=causal)
+def test_hopper_s_kernels_are_launched(launched, dim, causal):
+    attend(*tensors(dim), causal=causal)
     assert tuple(launched) == HOPPER
 
 
@@ -129,7 +128,7 @@ def test_a_tensor_that_tma_cannot_read_goes_to_the_portable_kernels(launched):
 def test_short_sequences_go_to_the_portable_kernels(launched, monkeypatch):
     """Forward and backward each from a length of its own, which is not that of INT8 in every product."""
     monkeypatch.delenv(SWITCH)
-    monkeypatch.setattr(tuning, "HOPPER_FROM", {"all": (0, 0), "inputs": (0, 0), "scores": (300, 200)})
+    monkeypatch.setattr(tuning, "HOPPER_FROM", {"all": (0, 0), "scores": (300, 200)})
     for length, kernels in ((199, PORTABLE), (200, (PORTABLE[0], HOPPER[1])), (300, HOPPER)):
         attend(*tensors(length=length), causal=False)
         assert tuple(launched) == kernels
@@ -151,17 +150,16 @@ def test_the_kernels_are_named(launched, monkeypatch):
     assert launched == []
 
 
-def prepared(q, k, v, do, lse2, int8_dp=False):
-    """What is needed of V, and of queries; O is Q here."""
+def prepared(q, k, v, do, lse2):
+    """Numbers and sums; O is Q here."""
     q8, _ = quantise.quantise(q, 64, rows=True, columns=False)
     k8, _ = quantise.quantise(k, 64, rows=True, columns=False)
-    values = scores_rows.look_at_values(v, int8_dp=int8_dp)
-    return q8.scale, values, scores_rows.prepare_rows(q8.scale, k8.scale, do, q, lse2, values, v.shape[2])
+    return q8.scale, scores_rows.prepare_rows(q8.scale, k8.scale, do, q, lse2, v)
 
 
 def powers_of(numbers):
     """[tiles, 64] in their rows' order, of words of rows g and g + 8."""
-    words = numbers.unflatten(0, (-1, 4, 64))[:, 3, :32].contiguous()
+    words = numbers.unflatten(0, (-1, 4, 64))[:, 2, :32].contiguous()
     return words.view(torch.bfloat16).unflatten(1, (4, 8, 2)).transpose(2, 3).flatten(1).float()
 
 
@@ -173,14 +171,13 @@ def test_rows_are_prepared_and_dq_is_put_in_order(dim, halves, monkeypatch):
     q, k, v, do = inputs(100, 70, dim, 2, 1, batch=2, dtype=torch.float16)
     q, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, do))
     lse2 = torch.randn(4, 128)
-    scale, _, (numbers, sums, do8) = prepared(q, k, v, do, lse2)
-    assert do8 is None
+    scale, (numbers, sums) = prepared(q, k, v, do, lse2)
     delta = pad((do.float() * q.float()).sum(-1), (0, 28)).reshape(8, 64)
     of_tiles = numbers.unflatten(0, (8, 4, 64))
     of_columns = of_tiles[:, :2].unflatten(2, (4, 4, 2, 2)).transpose(3, 4).flatten(2)  # 16c + 4t + 2b + e
     assert torch.equal(of_columns[:, 0], lse2.reshape(8, 64))
     torch.testing.assert_close(of_columns[:, 1], delta)
-    assert torch.equal(of_tiles[:, 3, 32:], scale.reshape(8, 1).expand(8, 32))
+    assert torch.equal(of_tiles[:, 2, 32:], scale.reshape(8, 1).expand(8, 32))
     assert sums.dtype == (torch.float16 if halves else torch.float32)
     assert not sums.any()
     power = powers_of(numbers).reshape(4, 128, 1)
@@ -193,31 +190,6 @@ def test_rows_are_prepared_and_dq_is_put_in_order(dim, halves, monkeypatch):
     assert torch.equal(dq.flatten(0, 1), (wanted.float() / power * 0.5)[:, :100].half())
 
 
-@pytest.mark.parametrize("shift", [0.0, 16.0])
-def test_v_and_do_are_rounded_as_in_the_reference(shift):
-    """A scale a token of V less its mean, and a query of dO; delta of the rounded dO, without the mean; V's
-    largest of each 64."""
-    q, k, v, do = inputs(100, 200, 64, 2, 1, batch=2, dtype=torch.bfloat16)
-    v = v + shift
-    _, values, (numbers, _, do8) = prepared(q, k, v, do, torch.randn(4, 128), int8_dp=True)
-    v_mean = reference.key_mean(reference.key_sums(v), 200)
-    smooth = v.float() - v_mean
-    hat, scale = (x.flatten(0, 1) for x in reference.quantise(smooth, -1))
-    torch.testing.assert_close(values.mean, v_mean.flatten(0, 1))
-    assert (values.rounded.rows[:, :200] - hat).abs().max() <= (1 if shift else 0)  # a mean's last bit
-    torch.testing.assert_close(values.rounded.scale[:, :200], scale[..., 0])
-    assert not values.rounded.rows[:, 200:].any()
-    assert not values.rounded.scale[:, 200:].any()
-    torch.testing.assert_close(values.largest, pad(smooth, (0, 0, 0, 56)).abs().reshape(2, 4, -1).amax(-1))
-    hat, scale = (x.flatten(0, 1) for x in reference.quantise(do.float(), -1))
-    assert torch.equal(do8[:, :100].float(), hat)
-    assert not do8[:, 100:].any()
-    of_columns = numbers.unflatten(0, (8, 4, 4, 4, 2, 2)).transpose(3, 4).flatten(2)
-    assert torch.equal(of_columns[:, 2].reshape(4, 128), pad(scale[..., 0], (0, 28)))
-    delta = (hat * scale * (q.float() - v_mean).flatten(0, 1)).sum(-1)
-    torch.testing.assert_close(of_columns[:, 1].reshape(4, 128), pad(delta, (0, 28)), rtol=1e-5, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("of_do", "of_v", "of_k", "exact"),
     [(0, 0, 0, True), (-20, 5, 3, True), (40, 20, 10, True), (-60, -40, -30, False), (60, 40, 30, False)],
@@ -227,7 +199,7 @@ def test_the_power_of_two_of_a_row_bounds_its_sums(of_do, of_v, of_k, exact):
     q, k, v, do = inputs(100, 300, 64, 2, 1, batch=2, dtype=torch.bfloat16)
     do = do * 2.0 ** torch.linspace(-20, 20, 100)[:, None].round()
     do, v, k = ((x * 2.0**power).bfloat16() for x, power in ((do, of_do), (v, of_v), (k, of_k)))
-    _, _, (numbers, *_) = prepared(q, k, v, do, torch.randn(4, 128))
+    _, (numbers, _) = prepared(q, k, v, do, torch.randn(4, 128))
     power = powers_of(numbers).reshape(4, 128)[:, :100].double().log2()
     assert torch.equal(power, power.round())
     largest = (x.double().abs().amax((1, 2, 3)).log2().repeat_interleave(2)[:, None] for x in (k, v))
@@ -238,9 +210,8 @@ def test_the_power_of_two_of_a_row_bounds_its_sums(of_do, of_v, of_k, exact):
 
 def test_rows_of_zeros_have_a_power_of_two_as_well():
     q, k, v, do = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(4))
-    for int8_dp in (False, True):
-        _, _, (numbers, *_) = prepared(q, k, v, do, torch.zeros(1, 128), int8_dp)
-        assert (powers_of(numbers) == 2.0**126).all()
+    _, (numbers, _) = prepared(q, k, v, do, torch.zeros(1, 64))
+    assert (powers_of(numbers) == 2.0**126).all()
 
 
 @pytest.mark.parametrize("dim", scores.DIMS)
@@ -250,41 +221,35 @@ def test_q_and_k_are_quantised_as_one_by_one(dim, smooth):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "dim", "causal", "programs", "config"),
+    ("m", "n", "dim", "causal", "programs"),
     [
-        (65, 64, 64, True, 132, SCORES),
-        (130, 200, 64, False, 1, SCORES),
-        (300, 190, 64, True, 2, SCORES),
-        (200, 461, 128, True, 3, SCORES),
-        (40, 140, 64, True, 1, SCORES),
-        (70, 130, 128, False, 1, SCORES),
-        (300, 190, 64, True, 2, INPUTS),
-        (130, 200, 64, False, 1, INPUTS),
-        (200, 310, 128, True, 3, INPUTS),
-        (40, 140, 128, False, 1, INPUTS),
+        (65, 64, 64, True, 132),
+        (130, 200, 64, False, 1),
+        (300, 190, 64, True, 2),
+        (200, 461, 128, True, 3),
+        (40, 140, 64, True, 1),
+        (70, 130, 128, False, 1),
     ],
 )
-def test_agrees_with_the_reference(m, n, dim, causal, programs, config, monkeypatch):
+def test_agrees_with_the_reference(m, n, dim, causal, programs, monkeypatch):
     """Forward and backward; few programs have several items each, one after another. Scales differ from block to block,
     and tokens lie as in Megatron. 40 queries: fewer tiles than stages."""
     monkeypatch.setattr(tuning, "processors", lambda device: programs)
     q, k, v, do = inputs(m, n, dim, 4, 2, dtype=torch.float16)
-    q, k, v, do = (x * torch.linspace(1, 3, x.shape[2])[:, None].half() for x in (q, k, v + 1, do))
+    q, k = (x * torch.linspace(1, 3, x.shape[2])[:, None].half() for x in (q, k))
     q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
-    expected = by_reference(q, k, v, do, causal=causal, config=config)
-    assert_close(run_here(q, k, v, do, causal, config), expected, TIGHT)
+    assert_close(run_here(q, k, v, do, causal), by_reference(q, k, v, do, causal=causal, config=SCORES), TIGHT)
 
 
-def run_here(q, k, v, do, causal, config=SCORES):
+def run_here(q, k, v, do, causal, smooth_k=True):
     """O, dQ, dK and dV by both kernels."""
     o, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
     options = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5}
-    k_mean = mean.key_mean(k, None) if config.smooth_k else None
+    k_mean = mean.key_mean(k, None) if smooth_k else None
     q8, k8 = scores_operands.quantise_both(q, k, k_mean, smoothed_to=dk)
     with on_cpu(forward_scores, forward_scores, operands, pieces, schedule):
         lse2 = forward_scores.forward(q8, k8, v, o, **options)
     with on_cpu(backward_scores, backward_scores, operands, pieces):
-        options["int8_dp"] = config.int8_dp
         numbers, sums = backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
     scores_rows.round_dq(numbers, sums, dq, options["softmax_scale"])
     return o, dq, dk, dv
@@ -299,19 +264,18 @@ def test_programs_of_any_number_of_heads_go_together(together, monkeypatch):
     assert_close(run_here(*tensors, True), by_reference(*tensors, causal=True, config=SCORES), TIGHT)
 
 
-@pytest.mark.parametrize(("dim", "config"), [(64, SCORES), (128, SCORES), (128, INPUTS)])
-def test_more_keys_have_fp32_sums(dim, config, monkeypatch):
+@pytest.mark.parametrize("dim", scores.DIMS)
+def test_more_keys_have_fp32_sums(dim, monkeypatch):
     monkeypatch.setattr(scores_rows, "MOST_KEYS", 299)
     tensors = inputs(70, 300, dim, 2, 1, dtype=torch.float16)
-    assert_close(run_here(*tensors, True, config), by_reference(*tensors, causal=True, config=config), TIGHT)
+    assert_close(run_here(*tensors, True), by_reference(*tensors, causal=True, config=SCORES), TIGHT)
 
 
-@pytest.mark.parametrize("config", [SCORES, INPUTS])
-def test_each_row_of_dq_has_its_own_scale(config):
+def test_each_row_of_dq_has_its_own_scale():
     """A power of two in a row of dO is one in that row of dQ, to the bit, however far from the other rows'."""
     q, k, v, do = inputs(130, 300, 64, 1, 1, dtype=torch.bfloat16)
     powers = torch.linspace(-60, 60, 130)[:, None].round()
-    dq, scaled = (run_here(q, k, v, x, False, config)[1] for x in (do, (do * 2.0**powers).bfloat16()))
+    dq, scaled = (run_here(q, k, v, x, False)[1] for x in (do, (do * 2.0**powers).bfloat16()))
     assert torch.equal((dq * 2.0**powers).bfloat16(), scaled)
 
 
@@ -323,10 +287,9 @@ def test_rows_that_do_not_see_a_key_that_is_not_finite_keep_their_bits(which, po
     q, k, v, do = inputs(200, 200, 64, 2, 1, dtype=torch.bfloat16)
     x = k if which == "K" else v
     x[:, :, 128:] = 0
-    config = QuantConfig(products="scores", smooth_k=False)
-    expected = run_here(q, k, v, do, True, config)[1]
+    expected = run_here(q, k, v, do, True, smooth_k=False)[1]
     x[:, :, 150, 7] = poison
-    actual = run_here(q, k, v, do, True, config)[1]
+    actual = run_here(q, k, v, do, True, smooth_k=False)[1]
     assert torch.equal(actual[:, :, :128], expected[:, :, :128])
     assert actual[:, :, 150:].isnan().all()
 
@@ -338,30 +301,13 @@ def test_keys_too_small_for_a_scale_do_not_overflow_the_sums():
     assert dq.abs().max() < 1e-30
 
 
-@pytest.mark.parametrize("config", [SCORES, INPUTS])
-def test_sums_next_to_their_bound_do_not_overflow(config):
+def test_sums_next_to_their_bound_do_not_overflow():
     """Half of the keys pull one way and half the other, as strongly as their largest values allow."""
     q, k, v, do = (torch.ones(1, 1, n, 64, dtype=torch.bfloat16) for n in (64, 512, 512, 64))
     signs = torch.ones(512, 1).bfloat16()
     signs[256:] = -1
     q *= 1e-3
-    expected = by_reference(q, k * signs, v * signs, do, causal=False, config=config)
+    expected = by_reference(q, k * signs, v * signs, do, causal=False, config=SCORES)
     for size in (1.0, 2.0**40):
-        actual = run_here(q, k * signs, v * signs * size, do * size, False, config)
+        actual = run_here(q, k * signs, v * signs * size, do * size, False)
         assert rel_l2(actual[1] / size**2, expected[1]) < TIGHT
-
-
-def test_values_that_are_all_alike_do_not_overflow_the_sums():
-    """Less their mean they are 0, and so is dP. But all P but one are rounded down by 2^-8 nearly, to 1/2, and O is one
-    BF16 lower than V: so is delta, which dQ is then made of."""
-    q, k, v, do = (torch.ones(1, 1, n, 64, dtype=torch.bfloat16) for n in (64, 64, 64, 64))
-    q *= 1.234375
-    k[:, :, 0] *= 0.06982421875
-    k[:, :, 1:] = 0
-    v *= 1024
-    config = QuantConfig(products="inputs", smooth_k=False)
-    o, dq, *_ = run_here(q, k, v, do, False, config)
-    assert (o == 1020).all()
-    _, expected, *_ = by_reference(q, k, v, do, causal=False, config=config)
-    assert expected.any()
-    torch.testing.assert_close(dq, expected, rtol=1e-2, atol=0)
