@@ -434,8 +434,8 @@ def on_hopper(
 ) -> bool:  # fmt: skip
     """Whether the kernels for Hopper GPUs take this call; why not is logged once on such a GPU.
 
-    queries, keys: tokens of the sequence, of which do and v may be a part. others: where P is not INT8 what
-    the kernels read or write besides do and v, by name.
+    queries, keys: tokens of the sequence, of which do and v may be a part. others: with products="scores" what the
+    kernels read or write besides do and v, by name.
     """
     capability = tuning.capability(do.device)
     if capability != 90 or not isinstance(_backward_q, triton.runtime.JITFunction):  # the interpreter knows no Gluon
@@ -444,7 +444,7 @@ def on_hopper(
     from sagebwd.kernels.hopper.backward import backward_refusal  # Gluon: nobody else needs it
 
     dim, mask = do.shape[-1], {"window": window is not None, "packed": packed}
-    if not config.int8_p:
+    if config.products == "scores":
         why = scores.backward_refusal(capability, dim, config, **mask, tensors={"dO": do, "V": v, **others})
     else:
         why = backward_refusal(capability, dim, config, **mask, tensors=(do, v))

@@ -39,7 +39,6 @@ RULES = {
     "project": QuantConfig(project=True),
     "project, tile": QuantConfig(project=True, granularity="tile", smooth_k=False),
     "scores": QuantConfig(products="scores"),
-    "inputs": QuantConfig(products="inputs"),
 }
 
 
@@ -47,18 +46,17 @@ def cases() -> list[Case]:
     rules = [
         Case(dim, causal, config) for dim, causal, config in itertools.product((64, 128), (True, False), RULES.values())
     ]
-    masks = [Case(64, True, RULES[name], window=70) for name in ("row", "smooth_q", "scores", "inputs")]
+    masks = [Case(64, True, RULES[name], window=70) for name in ("row", "smooth_q", "scores")]
     documents = [
         Case(64, True, config, window, packed=True)
         for config, window in itertools.product(
-            [RULES[name] for name in ("row", "smooth_q", "project", "scores", "inputs")], (None, 70)
+            (RULES["row"], RULES["smooth_q"], RULES["project"], RULES["scores"]), (None, 70)
         )
     ]
-    some = ("row", "scores", "inputs")
-    dims = [Case(dim, True, RULES[name]) for dim, name in itertools.product((32, 72, 256), some)]
+    dims = [Case(dim, True, RULES[name]) for dim, name in itertools.product((32, 72, 256), ("row", "scores"))]
     lengths = [
         Case(dim, True, RULES[name], m=m, n=n)
-        for dim, name, (m, n) in itertools.product((64, 128), some, ((1, 1), (257, 65), (512, 512)))
+        for dim, name, (m, n) in itertools.product((64, 128), ("row", "scores"), ((1, 1), (257, 65), (512, 512)))
     ]
     lengths += [Case(dim, True, RULES["scores"], m=65, n=MOST_KEYS + 1) for dim in (64, 128)]  # FP32 sums of dQ
     return [*rules, *masks, *documents, *dims, *lengths]

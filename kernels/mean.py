@@ -1,4 +1,4 @@
-"""The mean of K or V over a document's tokens, in one pass and always in the same order of sums.
+"""The mean of K over a document's tokens, in one pass over K and always in the same order of sums.
 
 The order depends on the document alone, not on what lies beside it: slots of ROW_PADDING tokens first, then the slots.
 """

@@ -26,33 +26,16 @@ class Quantised(NamedTuple):
 
 
 @triton.jit
-def _magnitudes(values):
-    """Without their signs, floats have the order of their bits as integers, and NaN is above all: one maximum of these
-    does for both, and what holds NaN gets a NaN scale, so that it reaches the output."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _inverse_and_scale(largest):
-    """127 / max and max / 127, correctly rounded: an operand's integers are those of the reference, bit for bit."""
-    largest = largest.to(tl.float32, bitcast=True)
-    most = tl.full(largest.shape, 127.0, tl.float32)
-    inverse = tl.where(largest < TINY, 0.0, tl.div_rn(most, tl.maximum(largest, TINY, tl.PropagateNan.ALL)))
-    return inverse, tl.where(largest < TINY, 0.0, tl.div_rn(largest, most))
-
-
-@triton.jit
 def round_tile(values):
-    """x^ and its scale, one for all of `values`. Not to be compiled with fusion of a product and a sum."""
-    inverse, scale = _inverse_and_scale(tl.max(_magnitudes(values)))
-    return to_int8(values * inverse), scale
+    """x^ and its scale, one for all of `values`. Not to be compiled with fusion of a product and a sum.
 
-
-@triton.jit
-def round_rows(values):
-    """`round_tile` with a scale for each row of `values`."""
-    inverse, scale = _inverse_and_scale(tl.max(_magnitudes(values), 1))
-    return to_int8(values * inverse[:, None]), scale
+    A tile that holds NaN gets a NaN scale, so that it reaches the output: without their signs, floats have the order of
+    their bits as integers, and NaN is above all. One maximum over integers so does for both.
+    """
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    # The correctly rounded quotient: an operand's integers are those of the reference, bit for bit.
+    inverse = tl.where(largest < TINY, 0.0, tl.div_rn(127.0, tl.maximum(largest, TINY, tl.PropagateNan.ALL)))
+    return to_int8(values * inverse), tl.where(largest < TINY, 0.0, tl.div_rn(largest, 127.0))
 
 
 @triton.jit(do_not_specialize=["heads", "length", "tiles"])

@@ -1,5 +1,4 @@
-"""Forward and backward where P is not INT8: S = Q K^T in INT8, with products="inputs" dP = dO V^T too, and every other
-product of 16-bit operands.
+"""Forward and backward with products="scores": S = Q K^T in INT8, every other product of 16-bit operands.
 
 The loops are those of `forward` and `backward`, and so is who computes what: dK and dV with a key tile a program, dQ
 with a query tile a program, no atomics. The sums of both dK and dV fit in registers here: a 16-bit product adds to its
@@ -19,7 +18,6 @@ from sagebwd.kernels.common import document, key_range, query_range, visible
 from sagebwd.kernels.launch import launch
 from sagebwd.kernels.packing import Tables
 from sagebwd.kernels.quantise import Quantised
-from sagebwd.kernels.rows import Rows
 
 
 @triton.jit
@@ -150,12 +148,11 @@ def forward(
 
 @triton.jit
 def _query_tiles(
-    dk, dv, keys, values, k_factor, v_factor, lo, hi, cols, q_hat, q_scale, q, q_m, q_d, do, do_m, do_d,
-    do_hat, do_scale, statistics, d, m, n, window, factor,
+    dk, dv, keys, values, k_factor, lo, hi, cols, q_hat, q_scale, q, q_m, q_d, do, do_m, do_d, statistics,
+    d, m, n, window, factor,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Adds the query tiles of [lo, hi) to dK (without the softmax scale) and dV of one key tile. values: in INT8 with
-    the scales v_factor where there is do_hat, else in 16 bit."""
+    """Adds the query tiles of [lo, hi) to dK (without the softmax scale) and dV of one key tile."""
     for start in range(lo, hi, BM):
         start = tl.multiple_of(start, BM)
         rows = start + tl.arange(0, BM)
@@ -169,12 +166,7 @@ def _query_tiles(
             p = tl.where(visible(rows[None, :], cols[:, None], m, n, window, CAUSAL), p, 0.0)
         grads = _load_rows(do, start, d, m, do_m, do_d, D, BM)
         dv = tl.dot(p.to(grads.dtype), grads, dv, input_precision="ieee")
-        if do_hat is not None:
-            grads8 = tl.load(do_hat + rows[:, None] * DP + d[None, :])
-            dp = tl.dot(values, tl.trans(grads8), out_dtype=tl.int32).to(tl.float32)
-            dp = dp * v_factor * tl.load(do_scale + rows)[None, :]
-        else:
-            dp = tl.dot(values, tl.trans(grads), input_precision="ieee")
+        dp = tl.dot(values, tl.trans(grads), input_precision="ieee")
         ds = p * (dp - delta[None, :])
         queries = _load_rows(q, start, d, m, q_m, q_d, D, BM)
         dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision="ieee")
@@ -183,7 +175,7 @@ def _query_tiles(
 
 @triton.jit(do_not_specialize=["heads", "group", "m", "n", "window", "key_tiles"])
 def _scores_backward_kv(
-    q_hat, q_scale, k_hat, k_scale, do_hat, do_scale, v_hat, v_scale, q, do, v, statistics, dk, dv, documents,
+    q_hat, q_scale, k_hat, k_scale, q, do, v, statistics, dk, dv, documents,
     q_b, q_h, q_m, q_d, do_b, do_h, do_m, do_d, v_b, v_h, v_n, v_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
     heads, group, m, n, m_pad, n_pad, window, softmax_scale, factor, key_tiles,
     CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
@@ -208,11 +200,6 @@ def _scores_backward_kv(
         m = tl.where(tile * BN < n, m, 0)  # a tile of padding is seen by none
         k_hat += k_row * DP
         k_scale += k_row // BK
-        if v_hat is not None:
-            v_hat += k_row * DP
-            v_scale += k_row
-            do_hat += q_row * DP
-            do_scale += q_row
         v += k_first * v_n
         dk += k_first * dk_n
         dv += k_first * dv_n
@@ -225,12 +212,7 @@ def _scores_backward_kv(
     d = tl.arange(0, DP)
     keys = tl.load(k_hat + cols[:, None] * DP + d[None, :])
     k_factor = tl.load(k_scale + cols // BK)[:, None]
-    if v_hat is not None:
-        values = tl.load(v_hat + kv * n_pad * DP + cols[:, None] * DP + d[None, :])
-        v_factor = tl.load(v_scale + kv * n_pad + cols)[:, None]
-    else:
-        values = _load_rows(v, tile * BN, d, n, v_n, v_d, D, BN)
-        v_factor = None
+    values = _load_rows(v, tile * BN, d, n, v_n, v_d, D, BN)
 
     dk_sum = tl.zeros((BN, DP), tl.float32)
     dv_sum = tl.zeros((BN, DP), tl.float32)
@@ -239,26 +221,21 @@ def _scores_backward_kv(
         bh = kv * group + g
         q_head = q + (head * group + g) * q_h
         do_head = do + (head * group + g) * do_h
-        do_hat_head = do_hat
-        do_scale_head = do_scale
-        if do_hat is not None:
-            do_hat_head += bh * m_pad * DP
-            do_scale_head += bh * m_pad
         dk_sum, dv_sum = _query_tiles(
-            dk_sum, dv_sum, keys, values, k_factor, v_factor, lo, inner, cols, q_hat + bh * m_pad * DP,
-            q_scale + bh * (m_pad // BQ), q_head, q_m, q_d, do_head, do_m, do_d, do_hat_head, do_scale_head,
-            statistics + bh * m_pad * 2, d, m, n, window, factor, CAUSAL, True, D, DP, BQ, BM,
+            dk_sum, dv_sum, keys, values, k_factor, lo, inner, cols, q_hat + bh * m_pad * DP,
+            q_scale + bh * (m_pad // BQ), q_head, q_m, q_d, do_head, do_m, do_d, statistics + bh * m_pad * 2,
+            d, m, n, window, factor, CAUSAL, True, D, DP, BQ, BM,
         )  # fmt: skip
         dk_sum, dv_sum = _query_tiles(
-            dk_sum, dv_sum, keys, values, k_factor, v_factor, inner, full, cols, q_hat + bh * m_pad * DP,
-            q_scale + bh * (m_pad // BQ), q_head, q_m, q_d, do_head, do_m, do_d, do_hat_head, do_scale_head,
-            statistics + bh * m_pad * 2, d, m, n, window, factor, CAUSAL, False, D, DP, BQ, BM,
+            dk_sum, dv_sum, keys, values, k_factor, inner, full, cols, q_hat + bh * m_pad * DP,
+            q_scale + bh * (m_pad // BQ), q_head, q_m, q_d, do_head, do_m, do_d, statistics + bh * m_pad * 2,
+            d, m, n, window, factor, CAUSAL, False, D, DP, BQ, BM,
         )  # fmt: skip
         if window is not None:
             dk_sum, dv_sum = _query_tiles(
-                dk_sum, dv_sum, keys, values, k_factor, v_factor, full, hi, cols, q_hat + bh * m_pad * DP,
-                q_scale + bh * (m_pad // BQ), q_head, q_m, q_d, do_head, do_m, do_d, do_hat_head, do_scale_head,
-                statistics + bh * m_pad * 2, d, m, n, window, factor, CAUSAL, True, D, DP, BQ, BM,
+                dk_sum, dv_sum, keys, values, k_factor, full, hi, cols, q_hat + bh * m_pad * DP,
+                q_scale + bh * (m_pad // BQ), q_head, q_m, q_d, do_head, do_m, do_d, statistics + bh * m_pad * 2,
+                d, m, n, window, factor, CAUSAL, True, D, DP, BQ, BM,
             )  # fmt: skip
     valid = (cols < n)[:, None] & (d < D)[None, :]
     at = dk + cols.to(tl.int64)[:, None] * dk_n + d.to(tl.int64)[None, :] * dk_d
@@ -269,12 +246,11 @@ def _scores_backward_kv(
 
 @triton.jit
 def _key_tiles(
-    dq, queries, grads, row_factor, grad_factor, row_lse2, row_delta, lo, hi, rows, k_hat, k_scale, k_smooth,
-    v_hat, v_scale, v, v_n, v_d, d, m, n, window,
+    dq, queries, grads, row_factor, row_lse2, row_delta, lo, hi, rows, k_hat, k_scale, k_smooth, v, v_n, v_d,
+    d, m, n, window,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles of [lo, hi) to dQ (without the softmax scale). grads: in INT8 with the scales grad_factor
-    where there is v_hat, else in 16 bit."""
+    """Adds the key tiles of [lo, hi) to dQ (without the softmax scale)."""
     for start in range(lo, hi, BN):
         start = tl.multiple_of(start, BN)
         cols = start + tl.arange(0, BN)
@@ -283,12 +259,7 @@ def _key_tiles(
         p = tl.math.exp2(s * (row_factor * tl.load(k_scale + start // BN)) - row_lse2[:, None])
         if MASKED:
             p = tl.where(visible(rows[:, None], cols[None, :], m, n, window, CAUSAL), p, 0.0)
-        if v_hat is not None:
-            values = tl.load(v_hat + cols[:, None] * DP + d[None, :])
-            dp = tl.dot(grads, tl.trans(values), out_dtype=tl.int32).to(tl.float32)
-            dp = dp * tl.load(v_scale + cols)[None, :] * grad_factor
-        else:
-            dp = tl.dot(grads, tl.trans(_load_rows(v, start, d, n, v_n, v_d, D, BN)), input_precision="ieee")
+        dp = tl.dot(grads, tl.trans(_load_rows(v, start, d, n, v_n, v_d, D, BN)), input_precision="ieee")
         ds = p * (dp - row_delta[:, None])
         keys = tl.load(k_smooth + cols[:, None] * DP + d[None, :])
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision="ieee")
@@ -297,7 +268,7 @@ def _key_tiles(
 
 @triton.jit(do_not_specialize=["heads", "group", "m", "n", "window", "row_tiles"])
 def _scores_backward_q(
-    q_hat, q_scale, k_hat, k_scale, k_smooth, do_hat, do_scale, v_hat, v_scale, do, v, statistics, dq, documents,
+    q_hat, q_scale, k_hat, k_scale, k_smooth, do, v, statistics, dq, documents,
     do_b, do_h, do_m, do_d, v_b, v_h, v_n, v_d, dq_b, dq_h, dq_m, dq_d,
     heads, group, m, n, m_pad, n_pad, window, softmax_scale, factor, row_tiles,
     CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -318,11 +289,6 @@ def _scores_backward_q(
     k_smooth += kv * n_pad * DP
     k_scale += kv * (n_pad // BN)
     v += b * v_b + (kv % (heads // group)) * v_h
-    if v_hat is not None:
-        do_hat += bh * m_pad * DP
-        do_scale += bh * m_pad
-        v_hat += kv * n_pad * DP
-        v_scale += kv * n_pad
     if documents is not None:
         q_first, m, q_row, k_first, n, k_row = document(documents, tile * BM)
         tile -= q_row // BM
@@ -336,21 +302,11 @@ def _scores_backward_q(
         k_smooth += k_row * DP
         k_scale += k_row // BN
         v += k_first * v_n
-        if v_hat is not None:
-            do_hat += q_row * DP
-            do_scale += q_row
-            v_hat += k_row * DP
-            v_scale += k_row
     rows = tile * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)
     queries = tl.load(q_hat + rows[:, None] * DP + d[None, :])
     row_factor = tl.load(q_scale + rows // BQ)[:, None] * factor
-    if v_hat is not None:
-        grads = tl.load(do_hat + rows[:, None] * DP + d[None, :])
-        grad_factor = tl.load(do_scale + rows)[:, None]
-    else:
-        grads = _load_rows(do, tile * BM, d, m, do_m, do_d, D, BM)
-        grad_factor = None
+    grads = _load_rows(do, tile * BM, d, m, do_m, do_d, D, BM)
     row_lse2 = tl.load(statistics + rows * 2)
     row_delta = tl.load(statistics + rows * 2 + 1)
 
@@ -358,31 +314,30 @@ def _scores_backward_q(
     lo, inner, full, hi = key_range(tile, m, n, window, CAUSAL, BM, BN)
     if window is not None:
         dq_sum = _key_tiles(
-            dq_sum, queries, grads, row_factor, grad_factor, row_lse2, row_delta, lo, inner, rows,
-            k_hat, k_scale, k_smooth, v_hat, v_scale, v, v_n, v_d, d, m, n, window, CAUSAL, True, D, DP, BN,
+            dq_sum, queries, grads, row_factor, row_lse2, row_delta, lo, inner, rows,
+            k_hat, k_scale, k_smooth, v, v_n, v_d, d, m, n, window, CAUSAL, True, D, DP, BN,
         )  # fmt: skip
     dq_sum = _key_tiles(
-        dq_sum, queries, grads, row_factor, grad_factor, row_lse2, row_delta, inner, full, rows,
-        k_hat, k_scale, k_smooth, v_hat, v_scale, v, v_n, v_d, d, m, n, window, CAUSAL, False, D, DP, BN,
+        dq_sum, queries, grads, row_factor, row_lse2, row_delta, inner, full, rows,
+        k_hat, k_scale, k_smooth, v, v_n, v_d, d, m, n, window, CAUSAL, False, D, DP, BN,
     )  # fmt: skip
     dq_sum = _key_tiles(
-        dq_sum, queries, grads, row_factor, grad_factor, row_lse2, row_delta, full, hi, rows,
-        k_hat, k_scale, k_smooth, v_hat, v_scale, v, v_n, v_d, d, m, n, window, CAUSAL, True, D, DP, BN,
+        dq_sum, queries, grads, row_factor, row_lse2, row_delta, full, hi, rows,
+        k_hat, k_scale, k_smooth, v, v_n, v_d, d, m, n, window, CAUSAL, True, D, DP, BN,
     )  # fmt: skip
     at = dq + rows.to(tl.int64)[:, None] * dq_m + d.to(tl.int64)[None, :] * dq_d
     tl.store(at, (dq_sum * softmax_scale).to(dq.dtype.element_ty), mask=(rows < m)[:, None] & (d < D)[None, :])
 
 
 def backward(
-    q8: Quantised, k8: Quantised, do8: Rows | None, v8: Rows | None, statistics: Tensor,
-    q: Tensor, do: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    q8: Quantised, k8: Quantised, statistics: Tensor, q: Tensor, do: Tensor, v: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor,
     *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None, documents: Tables | None,
 ) -> None:  # fmt: skip
     """Writes dq [B, H, M, D], dk and dv [B, K, N, D] (any strides).
 
-    q8 holds rows, k8 rows and the smoothed K. do8 and v8: with products="inputs", of `rows`; dP is of these then, else
-    of do and v. statistics [B H, M', 2] fp32 of rows: lse2 and delta. q and do [B, H, M, D] and v [B, K, N, D] as they
-    came.
+    q8 holds rows, k8 rows and the smoothed K. statistics [B H, M', 2] fp32 of rows: lse2 and delta. q and do
+    [B, H, M, D] and v [B, K, N, D] as they came.
     """
     b, h, m, dim = do.shape
     kv_heads, n = v.shape[1:3]
@@ -390,12 +345,11 @@ def backward(
     n_pad = k8.rows.shape[1]
     query_documents, key_documents = (None, None) if documents is None else documents
     sizes = (h, h // kv_heads, m, n, m_pad, n_pad, window, softmax_scale, softmax_scale * tuning.LOG2E)
-    of_dp = (*(do8 or (None, None)), *(v8 or (None, None)))
     tune = tuning.scores_backward_kv(do.device, dp, config)
     key_tiles = n_pad // tune.rows
     launch(
         _scores_backward_kv, b * kv_heads * key_tiles,
-        (q8.rows, q8.scale, k8.rows, k8.scale, *of_dp, q, do, v, statistics, dk, dv, key_documents),
+        (q8.rows, q8.scale, k8.rows, k8.scale, q, do, v, statistics, dk, dv, key_documents),
         (*q.stride(), *do.stride(), *v.stride(), *dk.stride(), *dv.stride(), *sizes, key_tiles),
         CAUSAL=causal, D=dim, DP=dp, BQ=config.block_q, BK=config.block_k, BM=tuning.scores_step(config),
         BN=tune.rows, num_warps=tune.warps, num_stages=tune.stages,
@@ -404,7 +358,7 @@ def backward(
     row_tiles = m_pad // tune.rows
     launch(
         _scores_backward_q, b * h * row_tiles,
-        (q8.rows, q8.scale, k8.rows, k8.scale, k8.smoothed, *of_dp, do, v, statistics, dq, query_documents),
+        (q8.rows, q8.scale, k8.rows, k8.scale, k8.smoothed, do, v, statistics, dq, query_documents),
         (*do.stride(), *v.stride(), *dq.stride(), *sizes, row_tiles),
         CAUSAL=causal, D=dim, DP=dp, BQ=config.block_q, BM=tune.rows, BN=config.block_k,
         num_warps=tune.warps, num_stages=tune.stages,

@@ -28,7 +28,7 @@ SHARED_LIMIT = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103
 
 # Keys that a query has on average from which on Hopper's own kernels are faster than the portable ones (H200), forward
 # and backward, by QuantConfig.products.
-HOPPER_FROM = {"all": (2048, 1024), "inputs": (512, 512), "scores": (512, 512)}
+HOPPER_FROM = {"all": (2048, 1024), "scores": (512, 512)}
 
 
 class Launch(NamedTuple):
@@ -114,29 +114,25 @@ def backward_q(device: torch.device, dp: int, config: QuantConfig) -> Launch:
 
 
 def scores_forward(device: torch.device, dp: int, config: QuantConfig) -> Launch:
-    """Where P is not INT8 no left operand has a scale but a row's: tiles may be as high as registers allow."""
+    """With products="scores" Q's scale is a row's and nothing else has one: tiles may be as high as registers allow."""
     sm = capability(device)
     return _fitting("scores_forward", sm, dp, config, Launch(_scores_rows(dp), 8, _stages(sm)))
 
 
 def scores_backward_kv(device: torch.device, dp: int, config: QuantConfig) -> Launch:
     sm = capability(device)
-    return _fitting(_backward_of(config, "kv"), sm, dp, config, Launch(_scores_keys(dp), 8, 2 if dp <= 128 else 1))
+    return _fitting("scores_backward_kv", sm, dp, config, Launch(_scores_keys(dp), 8, 2 if dp <= 128 else 1))
 
 
 def scores_backward_q(device: torch.device, dp: int, config: QuantConfig) -> Launch:
     sm = capability(device)
-    return _fitting(_backward_of(config, "q"), sm, dp, config, Launch(_scores_queries(sm, dp), 8, 2))
+    return _fitting("scores_backward_q", sm, dp, config, Launch(_scores_queries(sm, dp), 8, 2))
 
 
 def scores_step(config: QuantConfig) -> int:
     """Queries that dK and dV take at a time, on every GPU alike, as it decides the order of their sums: more would
     leave too few registers."""
     return min(config.block_q, 32)
-
-
-def _backward_of(config: QuantConfig, part: str) -> str:
-    return f"{config.products}_backward_{part}"
 
 
 def _scores_rows(dp: int) -> int:
@@ -195,11 +191,11 @@ def refusal(capability: int, dim: int, config: QuantConfig) -> str | None:
 def _least(capability: int, dp: int, config: QuantConfig) -> int:
     q, k = config.block_q, config.block_k
     tiles = {"forward": (q, k), "backward_k": (q, k), "backward_q": (q, k)}
-    if not config.int8_p:
+    if config.products == "scores":
         tiles = {
             "scores_forward": (_scores_rows(dp), k),
-            _backward_of(config, "kv"): (scores_step(config), _scores_keys(dp)),
-            _backward_of(config, "q"): (_scores_queries(capability, dp), k),
+            "scores_backward_kv": (scores_step(config), _scores_keys(dp)),
+            "scores_backward_q": (_scores_queries(capability, dp), k),
         }
     return max(shared_bytes(name, capability, dp, *tile, config.smooth_q, stages=1) for name, tile in tiles.items())
 
@@ -208,9 +204,9 @@ def _least(capability: int, dp: int, config: QuantConfig) -> int:
 def _fitting(kernel: str, capability: int, dp: int, config: QuantConfig, wanted: Launch) -> Launch:
     """`wanted`, with as many of its stages as the GPU's shared memory has room for."""
     limit = SHARED_LIMIT.get(capability, SMALL)
-    by_key = kernel.endswith(("backward_kv", "backward_k", "backward_v"))
+    by_key = kernel in ("backward_kv", "backward_k", "backward_v", "scores_backward_kv")
     q = config.block_q if by_key else wanted.rows
-    if by_key and not config.int8_p:
+    if kernel == "scores_backward_kv":
         q = scores_step(config)
     k = wanted.rows if by_key else config.block_k
     for stages in range(wanted.stages, 0, -1):
@@ -236,11 +232,9 @@ def shared_bytes(kernel: str, capability: int, dp: int, q: int, k: int, smooth_q
         "scores_forward": (q, 3 * k, 2 * k),  # Q; K, V in 16 bit
         "scores_backward_kv": (3 * k, 5 * q, 2 * q),  # K, V in 16 bit; Q, and Q and dO in 16 bit
         "scores_backward_q": (3 * q, 5 * k, 2 * k),  # Q, dO in 16 bit; K, and K and V in 16 bit
-        "inputs_backward_kv": (2 * k, 6 * q, 2 * q),  # K, V; Q, dO, and both in 16 bit
-        "inputs_backward_q": (2 * q, 4 * k, 2 * k),  # Q, dO; K, V, and K in 16 bit
     }[kernel]
     if stages == 1:
-        of_p_and_ds = 4 * q * k if kernel.startswith(("scores_backward", "inputs_backward")) else 0
+        of_p_and_ds = 4 * q * k if kernel.startswith("scores_backward") else 0
         return (stay + widest) * dp + of_p_and_ds + 1024
     stay += 2 * k * (stages - 1) * smooth_q  # K in 16 bit
     if 90 <= capability < 100:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend
 from sagebwd import machine
 from sagebwd.attention import QuantConfig, sage_attention
 from sagebwd.attention.checks import backend_for
-from sagebwd.attention.config import Products
 from sagebwd.errors import UserError
 from sagebwd.terminal import GRACE_SECONDS
 
@@ -120,23 +119,16 @@ def answer(device: torch.device, dtype: torch.dtype, dim: int, mask: str) -> Ans
 
 
 def _kernels(x: torch.Tensor, window: int | None) -> str:
-    """By default, and with the other choices of products, which have kernels of their own."""
+    """By default, and with products: scores, which has kernels of its own."""
     from sagebwd.attention import triton_backend  # brings Triton along
 
-    def parts(products: Products) -> list[str]:
-        return triton_backend.kernels(x, QuantConfig(products=products), window=window, packed=None).split("; ")
-
-    default = parts(QuantConfig.products)
-    said, alike = list(default), []
-    for products in get_args(Products):
-        if products == QuantConfig.products:
-            continue
-        others = parts(products)
-        if [part.split(" (")[0] for part in others] == [part.split(" (")[0] for part in default]:
-            alike.append(products)
-        else:
-            said += [f"with products: {products} {part}" for part in others]
-    return "; ".join([*said, *([f"with products: {' or '.join(alike)} as well"] if alike else [])])
+    default, scores = (
+        triton_backend.kernels(x, QuantConfig(products=products), window=window, packed=None).split("; ")
+        for products in ("all", "scores")
+    )
+    if [part.split(" (")[0] for part in default] == [part.split(" (")[0] for part in scores]:
+        return "; ".join([*default, "with products: scores as well"])
+    return "; ".join([*default, *(f"with products: scores {part}" for part in scores)])
 
 
 def _dims_and_masks(by_dim: dict[int, list[str]]) -> str:

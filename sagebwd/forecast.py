@@ -33,7 +33,6 @@ ATTENTION = {
     ("scores", 64): {1024: 163.2, 4096: 428.5, 16384: 508.9},
     ("scores", 128): {1024: 142.7, 4096: 512.8, 16384: 619.4},
 }
-ATTENTION |= {("inputs", dim): ATTENTION["scores", dim] for dim in (64, 128)}  # not measured: taken to be as fast
 COPY_SHARE = 0.89  # of the data sheet's bandwidth: 4.26 of 4.8 TB/s in a device copy
 # Reads and writes of the residual stream (times hidden) and of the feed-forward (times ffn), elements a token and
 # layer, forward and backward. Fused: counted from what is compiled, at FUSED_SHARE of a copy's speed (assumed).
@@ -166,7 +165,7 @@ def layer_activations(recipe: Recipe) -> float:
 
     In elements: both norms' inputs and outputs (4 hidden), the fused QKV that the value and QK-norm read, the output
     of attention, the feed-forward's input (2 ffn) and product (ffn). Attention keeps its queries and keys: full
-    precision after RoPE as they are, and so does SageBwd where P is not INT8, else in INT8. Separate operations keep
+    precision after RoPE as they are, and so does SageBwd with products="scores", else in INT8. Separate operations keep
     two more ffn: silu of the gate, and the other half. FP32: the logarithm of the softmax's sum, and each normalised
     row's 1 / rms.
     """
@@ -177,7 +176,7 @@ def layer_activations(recipe: Recipe) -> float:
     between = m.hidden / _sequence(recipe)
     elements = 4 * between + (queries + 2 * keys) + grouped + queries + (3 if fused else 5) * m.ffn / t
     inside = (queries + keys) * element
-    if recipe.attention.kind == "sagebwd" and recipe.attention.quant.config().int8_p:
+    if recipe.attention.kind == "sagebwd" and recipe.attention.quant.products == "all":
         inside = queries + keys + (keys * element if recipe.attention.quant.smooth_q else 0)
     rows = m.heads / t + 2 / _sequence(recipe) + ((m.heads + m.num_kv_heads) / t if m.qk_norm else 0)
     return elements * element + inside + 4 * rows

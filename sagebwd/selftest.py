@@ -32,29 +32,27 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         parts = [str(self.dtype).removeprefix("torch."), f"head dim {self.dim}", "causal" if self.causal else "full"]
         parts += [f"GQA {self.group}"] * (self.group > 1)
-        if self.config.int8_p:
-            parts += [f"P and dS per {self.config.granularity}", f"delta {self.config.delta}"]
+        if self.config.products == "scores":
+            parts += ["only Q K^T in INT8"]
         else:
-            parts += ["only Q K^T and dO V^T in INT8" if self.config.int8_dp else "only Q K^T in INT8"]
+            parts += [f"P and dS per {self.config.granularity}", f"delta {self.config.delta}"]
         parts += ["Hopper's kernels"] * self.hopper
         return ", ".join(parts)
 
 
 ROW, TILE = QuantConfig(), QuantConfig(granularity="tile", delta="matched")
-SCORES, INPUTS = QuantConfig(products="scores"), QuantConfig(products="inputs")
+SCORES = QuantConfig(products="scores")
 ON_GPU = [
     Case(torch.bfloat16, 128, True, 1, ROW),
     Case(torch.bfloat16, 64, False, 4, ROW),
     Case(torch.float16, 72, True, 2, TILE),
     Case(torch.bfloat16, 128, True, 2, SCORES),
-    Case(torch.bfloat16, 64, True, 2, INPUTS),
 ]
 ON_HOPPER = [case._replace(hopper=True) for case in (*ON_GPU[:2], ON_GPU[3])]
 INTERPRETED = [
     Case(torch.float16, 64, True, 2, ROW),
     Case(torch.float32, 40, False, 1, TILE),
     Case(torch.float16, 64, True, 1, SCORES),
-    Case(torch.float16, 64, True, 2, INPUTS),
 ]
 
 

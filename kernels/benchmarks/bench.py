@@ -1,6 +1,6 @@
 """Benchmark SageBwd against full-precision attention: correctness first, then speed and memory.
 
-    python -m sagebwd.kernels.benchmarks.bench [--quick] [--products inputs|scores] [--out FOLDER]  (or: make bench)
+    python -m sagebwd.kernels.benchmarks.bench [--quick] [--products scores] [--out FOLDER]  (or: make bench)
 
 Writes results.csv, report.md and speedup.png. Exit code: 0; 1 when the correctness check fails (then no figure is
 printed); 2 where there is no NVIDIA GPU.
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: the benchmark needs an NVIDIA GPU, and torch sees none here", file=sys.stderr)
         return 2
     name = re.sub(r"[^a-z0-9]+", "-", gpus[0].name.lower()).strip("-")
-    name += "" if options.products == QuantConfig.products else f"-{options.products}"
+    name += "-scores" if options.products == "scores" else ""
     folder = options.out or RESULTS / (name + ("-quick" if options.quick else ""))
     command = shlex.join(["python", "-m", "sagebwd.kernels.benchmarks.bench", *(argv or sys.argv[1:])])
     return _bench(options.quick, options.products, folder, gpus[0].name, options.commit or machine.commit(), command)
@@ -85,7 +85,7 @@ def _bench(quick: bool, products: Products, folder: Path, gpu: str, commit: str 
     folder.mkdir(parents=True, exist_ok=True)
     report.write_csv(folder / report.CSV, table)
     (folder / report.REPORT).write_text(report.markdown(table, gates, facts, missing), encoding="utf-8")
-    which = {"all": "", "inputs": " with INT8 in Q K^T and dO V^T", "scores": " with INT8 in Q K^T alone"}[products]
+    which = " with INT8 in Q K^T alone" if products == "scores" else ""
     subtitle = f"{gpu} · bf16 · 16,384 tokens, 2,048 / D heads · quantisation and smoothing inside"
     plot.draw(folder / report.PICTURE, table, f"Speed-up of SageBwd{which} over full-precision attention", subtitle)
     for kind, of_kind in table.kinds().items():

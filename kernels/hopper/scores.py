@@ -49,8 +49,6 @@ def backward_refusal(
     capability: int, dim: int, config: QuantConfig, *, window: bool, packed: bool, tensors: Mapping[str, Tensor] = {}
 ) -> str | None:
     """`refusal`, of a backward."""
-    if config.int8_dp:
-        return "they compute dP of 16-bit operands"
     if torch.are_deterministic_algorithms_enabled():
         return "they add up dQ in any order, and torch.use_deterministic_algorithms asks for the same bits in every run"
     return refusal(capability, dim, config, window=window, packed=packed, tensors=tensors)

@@ -7,11 +7,11 @@ from typing import Literal, get_args
 
 Granularity = Literal["tile", "row"]
 DeltaRule = Literal["stale", "matched"]
-Products = Literal["all", "inputs", "scores"]
+Products = Literal["all", "scores"]
 BLOCKS = (16, 32, 64, 128)
 CONTEXT_CHUNK = 128  # with context parallelism a rank's chunks are whole multiples of so many tokens: of every block
-NOT_WITH_CONTEXT = ("smooth_q", "project", "products")  # must be at their defaults with context parallelism
-ONLY_WITH_ALL = ("granularity", "delta", "smooth_q", "project")  # must be at their defaults unless products="all"
+NOT_WITH_CONTEXT = {"smooth_q": True, "project": True, "products": "scores"}  # what context parallelism does not take
+NOT_WITH_SCORES = ("granularity", "delta", "smooth_q", "project")  # must be at their defaults with products="scores"
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ class QuantConfig:
         and in dK (GProj, arXiv 2609.34272; `reference.backward` derives the INT8 form). Slow: for study.
     products: which products are INT8. "all": six of the seven (the paper). "scores": only S = Q K^T, in forward and
         backward. P V, dP, dV, dK and dQ take 16-bit operands: P and dS rounded to the inputs' dtype, Q, V and dO as
-        they came, K smoothed and rounded to its dtype. FP32 inputs are not rounded there. "inputs": as "scores", and
-        dP = dO V^T in INT8 as well: both products of two inputs. dO has one scale a query; V, less its mean over all
-        tokens, one a token.
+        they came, K smoothed and rounded to its dtype. FP32 inputs are not rounded there.
     """
 
     block_q: int = 64
@@ -55,24 +53,13 @@ class QuantConfig:
         for name in ("smooth_k", "smooth_q", "project"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"QuantConfig.{name} is {getattr(self, name)!r}: choose true or false")
-        for name in () if self.int8_p else ONLY_WITH_ALL:
+        for name in NOT_WITH_SCORES if self.products == "scores" else ():
             default = getattr(type(self), name)
             if getattr(self, name) != default:
                 raise ValueError(
-                    f"QuantConfig.{name} is {getattr(self, name)!r}, which has no meaning with products="
-                    f"{self.products!r}, where P and dS are not INT8: leave it at {default!r}, or set products to 'all'"
+                    f"QuantConfig.{name} is {getattr(self, name)!r}, which has no meaning with products='scores', "
+                    f"where only Q K^T is INT8: leave it at {default!r}, or set products to 'all'"
                 )
-
-    @property
-    def int8_p(self) -> bool:
-        """Whether P and dS are rounded to INT8, and with them every product that they are part of. Where they are in 16
-        bit the backward keeps Q and K as they came."""
-        return self.products == "all"
-
-    @property
-    def int8_dp(self) -> bool:
-        """Whether dP = dO V^T is a product of INT8 operands."""
-        return self.products == "inputs"
 
     def summary(self) -> str:
         """One line for logs: every field with its value."""

@@ -30,9 +30,9 @@ assert CONTEXT_CHUNK % ROW_PADDING == 0  # K's slots, and the kernels' workspace
 
 def refusal(config: QuantConfig) -> str | None:
     """Why a config cannot be computed with context parallelism, with the remedy; None: it can."""
-    for name in NOT_WITH_CONTEXT:
-        value, default = getattr(config, name), getattr(QuantConfig, name)
-        if value != default:
+    for name, value in NOT_WITH_CONTEXT.items():
+        if getattr(config, name) == value:
+            default = getattr(QuantConfig, name)
             return f"QuantConfig.{name}={value!r} is not supported with context parallelism: set it to {default!r}"
     return None
 

@@ -40,7 +40,6 @@ RULES = {
     "row, matched, K not smoothed": QuantConfig(granularity="row", delta="matched", smooth_k=False),
     "row, stale, K and Q smoothed": QuantConfig(granularity="row", smooth_q=True),
     "scores (only Q K^T in INT8)": QuantConfig(products="scores"),
-    "inputs (Q K^T and dO V^T in INT8)": QuantConfig(products="inputs"),
 }
 """What the table compares. Blocks of 64 and K-smoothing unless said otherwise; block_q x block_k."""
 

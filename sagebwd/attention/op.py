@@ -2,7 +2,7 @@
 
 attention_forward(q, k, v) -> (o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k_mean): o with q's shape, dtype and
     memory order, and what the backend keeps for its backward. Kept beside these: v, o; k with Q-smoothing; q and k in
-    place of their INT8 forms where P is not INT8. What a config does not need has no elements: an operator's result
+    place of their INT8 forms with products="scores". What a config does not need has no elements: an operator's result
     cannot be None.
 attention_forward_packed: the same on packed documents, [1, heads, tokens, dim].
 attention_backward(do, ...) -> (dq, dk, dv): dq in the memory order of o, dk and dv in that of v.
@@ -203,6 +203,7 @@ def _allocate(q: Tensor, k: Tensor, backend: str, config: QuantConfig, packed: P
     dp, m_pad, n_pad = padded_dim(int(dim)), _rows(m, packed), _rows(n, packed)
     means = 1 if packed is None else n_pad // ROW_PADDING
     q_heads, k_heads = batch * heads, batch * kv_heads
+    scores = config.products == "scores"
 
     def only(needed: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return new(*shape, dtype=dtype) if needed else new(0)
@@ -210,12 +211,12 @@ def _allocate(q: Tensor, k: Tensor, backend: str, config: QuantConfig, packed: P
     return (
         torch.empty_like(q),
         new(q_heads, m_pad),
-        only(config.int8_p, q_heads, m_pad, dp, dtype=torch.int8),
-        only(config.int8_p, q_heads, m_pad // config.block_q),
+        only(not scores, q_heads, m_pad, dp, dtype=torch.int8),
+        only(not scores, q_heads, m_pad // config.block_q),
         only(config.smooth_q, q_heads, m_pad // config.block_q, dp),
-        only(config.int8_p, k_heads, n_pad, dp, dtype=torch.int8),
-        only(config.int8_p, k_heads, n_pad // config.block_k),
-        only(config.smooth_k and (config.smooth_q or not config.int8_p), k_heads, means, dp),
+        only(not scores, k_heads, n_pad, dp, dtype=torch.int8),
+        only(not scores, k_heads, n_pad // config.block_k),
+        only(config.smooth_k and (scores or config.smooth_q), k_heads, means, dp),
     )
 
 
@@ -242,8 +243,8 @@ def _fake_backward(do, v, o, *_):
     return torch.empty_like(o), torch.empty_like(v), torch.empty_like(v)
 
 
-# Autograd keeps INT8 q and k with their scales, v, o and lse2; with Q-smoothing also k and the means. Where P
-# is not INT8 q, k, v, o, lse2 and the mean of the keys.
+# Autograd keeps INT8 q and k with their scales, v, o and lse2; with Q-smoothing also k and the means. With
+# products="scores" q, k, v, o, lse2 and the mean of the keys.
 
 
 def _save(ctx, inputs, output):
@@ -259,7 +260,7 @@ def _keep(ctx, inputs, output):
     given = (None, None, None, None)
     if config.smooth_q:
         given = (q_mean, None, k, k_mean)
-    elif not config.int8_p:
+    elif config.products == "scores":
         given = (None, q, k, k_mean)
     documents, longest = (packed[:2], packed[2:]) if packed else ((None, None), (0, 0))
     ctx.save_for_backward(v, o, lse2, q_rows, q_scale, k_rows, k_scale, *given, *documents)

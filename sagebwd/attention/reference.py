@@ -2,8 +2,7 @@
 
 Six of attention's seven matrix products run on INT8 operands, dP = dO V^T on the inputs' own dtype; every product
 accumulates in FP32. An INT8 product is computed here as an FP32 product of integers: exact, since |sum| < 2^24 for
-every block that QuantConfig admits. With products="scores" only S = Q K^T does, and with "inputs" S and dP:
-`_attend_16_bit`, `_backward_16_bit`.
+every block that QuantConfig admits. With products="scores" only S = Q K^T does: `_attend_scores`, `_scores_backward`.
 
 Shapes: B batch, K key/value heads, G query heads a key/value head (GQA), M queries, N keys, D head dim. A query tile
 has `block_q` rows, a key tile `block_k`; T and U count them. Lengths are padded with zeros to whole tiles: a padded key
@@ -39,14 +38,13 @@ class Saved(NamedTuple):
     q_mean: Tensor | None  # [B, K, G, T, D] with smooth_q
     k_hat: Tensor  # [B, K, N', D] integers, N' = U block_k
     k_scale: Tensor  # [B, K, U]
-    k_smooth: Tensor | None  # [B, K, N', D] with smooth_q; where P is not INT8 rounded to k's dtype
+    k_smooth: Tensor | None  # [B, K, N', D] with smooth_q; with products="scores" rounded to k's dtype
     lse2: Tensor  # [B, K, G, M'] base-2 log-sum-exp of a row of S; +inf where a query sees no key or is padding
-    q: Tensor | None = None  # [B, K, G, M', D] as it came, where P is not INT8
+    q: Tensor | None = None  # [B, K, G, M', D] as it came, with products="scores"
 
 
 class Observer(Protocol):
-    """Told what `backward` works with, so that its errors can be measured on the tensors themselves. With
-    products="inputs" delta and dp are told with dO times V's mean, which both lack there, put back."""
+    """Told what `backward` works with, so that its errors can be measured on the tensors themselves."""
 
     def delta(self, delta: Tensor) -> None:
         """[B, K, G, M']."""
@@ -125,7 +123,7 @@ def _logits(saved: Saved, u: int, rows: slice, softmax_scale: float, mask: _Mask
 
 
 def key_sums(k: Tensor) -> Tensor:
-    """Sums of k or v [B, K, N, D] over slots of ROW_PADDING tokens: [B, K, slots, D] FP32 (FP64 for FP64).
+    """Sums of k [B, K, N, D] over slots of ROW_PADDING tokens: [B, K, slots, D] FP32 (FP64 for FP64).
 
     Slots first, then the slots: so that who holds some of the slots has the same sums of them as who holds all.
     """
@@ -134,7 +132,7 @@ def key_sums(k: Tensor) -> Tensor:
 
 
 def key_mean(sums: Tensor, n: int) -> Tensor:
-    """The mean of n keys or values [B, K, 1, D] from `key_sums` of them all."""
+    """The mean of n keys [B, K, 1, D] from `key_sums` of them all."""
     return _pairwise_sum(sums) / n
 
 
@@ -191,7 +189,7 @@ def queries_and_keys(
         q_hat.flatten(-3, -2), q_scale[..., 0, 0], q_mean, k_hat.flatten(-3, -2), k_scale[..., 0, 0],
         k_work if c.smooth_q else None, q_hat.new_empty(0),
     )  # fmt: skip
-    if not c.int8_p:
+    if c.products == "scores":
         saved = saved._replace(q=q_work, k_smooth=_to(k.dtype, k_work))
     return saved
 
@@ -214,9 +212,9 @@ def forward(
     m, n = q.shape[-2], k.shape[-2]
     k_mean = key_mean(key_sums(k), n) if config.smooth_k else None
     given = {"config": config, "k_mean": k_mean, "exact": exact}
-    if not config.int8_p:
+    if config.products == "scores":
         mask = _Mask(causal, window, m, n)
-        out, saved = _attend_16_bit(queries_and_keys(q, k, **given), v, softmax_scale, mask, config)
+        out, saved = _attend_scores(queries_and_keys(q, k, **given), v, softmax_scale, mask, config)
     else:
         mask = {"m": m, "n": n, "causal": causal, "window": window}
         rounded = operands(q, k, v, **given)
@@ -255,10 +253,10 @@ def attend(
     return out, saved._replace(lse2=lse2 - LOG2_127)
 
 
-def _attend_16_bit(
+def _attend_scores(
     saved: Saved, v: Tensor, softmax_scale: float, mask: _Mask, config: QuantConfig
 ) -> tuple[Tensor, Saved]:
-    """`attend` where P is not INT8: P~ = exp(S - m) is rounded to v's dtype, and V is as it came."""
+    """`attend` with products="scores": P~ = exp(S - m) is rounded to v's dtype, and V is as it came."""
     c, dtype, v = config, v.dtype, _tiles(_pad_rows(v.to(saved.q_hat.dtype), config.block_k), config.block_k)
     out = torch.zeros_like(saved.q_hat)
     total = out.new_zeros(out.shape[:-1])  # l, of the unrounded P~
@@ -292,8 +290,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv) in FP32 (FP64), [B, H, M, D] and [B, K, N, D], from dO [B, H, M, D], v, o and `saved`.
 
-    dP = dO V^T uses dO and V as they came, not their INT8 forms, but with products="inputs". delta: of `delta_of`,
-    where it is known already; o is then not read.
+    dP = dO V^T uses dO and V as they came, not their INT8 forms. delta: of `delta_of`, where it is known already; o is
+    then not read.
 
     config.project (GProj, arXiv 2609.34272, for INT8 operands). Softmax's backward has sum_j dS_ij = 0; the rounded
     dS^ has eps_i = sum_j s dS^_ij instead (s the scale of its row or tile): what all keys share leaks into dQ_i, and
@@ -312,8 +310,8 @@ def backward(
     if delta is None:
         args = {"causal": causal, "softmax_scale": softmax_scale, "config": config, "window": window}
         delta = delta_of(do, v, o, saved, n=n, **args)
-    if not c.int8_p:
-        return _backward_16_bit(do, v, saved, delta, softmax_scale, mask, c, exact, observer)
+    if c.products == "scores":
+        return _scores_backward(do, v, saved, delta, softmax_scale, mask, c, observer)
     do = _pad_rows(do.to(work).unflatten(1, (heads, -1)), c.block_q)
     v = _pad_rows(v.to(work), c.block_k)
     do_hat, do_scale = quantise(_tiles(do, c.block_q), (-2, -1), exact=exact)  # [B, K, G, T, block_q, D], [..., 1, 1]
@@ -374,39 +372,27 @@ def backward(
     return (dq[..., :m, :] * softmax_scale).flatten(1, 2), dk[..., :n, :], dv[..., :n, :]
 
 
-def _backward_16_bit(
+def _scores_backward(
     do: Tensor, v: Tensor, saved: Saved, delta: Tensor, softmax_scale: float, mask: _Mask, c: QuantConfig,
-    exact: bool, observer: Observer | None,
+    observer: Observer | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`backward` where P is not INT8: P and dS are rounded to dO's dtype, Q, V and dO are as they came.
+    """`backward` with products="scores": P and dS are rounded to dO's dtype, Q, V and dO are as they came.
 
     dQ takes the smoothed K: what rounding and a stale delta leave in the rows of dS would be multiplied by K's mean.
-
-    With products="inputs" dP_ij = (dO^_i V^_j) s_V,j s_dO,i, of INT8 with a scale for each query of dO and each token
-    of V. V is smoothed: without its mean all of dP's row i lacks dO_i mean, and so does delta_i = dO_i (O_i - mean):
-    dS = P (dP - delta) does not see it, and what is rounded is only what tells tokens apart.
     """
     dtype, work = do.dtype, saved.q_hat.dtype
     do = _pad_rows(do.to(work).unflatten(1, (v.shape[1], -1)), c.block_q)
-    left, right, lacking = do, _pad_rows(v.to(work), c.block_k), torch.zeros_like(delta)
-    if c.int8_dp:
-        v_mean = key_mean(key_sums(v), mask.n)
-        left, do_scale = quantise(do, -1, exact=exact)
-        right, v_scale = quantise(_pad_rows(v.to(work) - v_mean, c.block_k), -1, exact=exact)
-        lacking = (do * v_mean[:, :, None]).sum(-1)  # what delta and dP both lack, [B, K, G, M']
+    v = _pad_rows(v.to(work), c.block_k)
     if observer:
-        observer.delta(delta + lacking)
-    dq, dk, dv = torch.zeros_like(saved.q), torch.zeros_like(saved.k_smooth), torch.zeros_like(right)
-    for u in range(right.shape[-2] // c.block_k):
-        rows, p, dp = _p_and_dp(u, left, right, saved, softmax_scale, mask, c)
+        observer.delta(delta)
+    dq, dk, dv = torch.zeros_like(saved.q), torch.zeros_like(saved.k_smooth), torch.zeros_like(v)
+    for u in range(v.shape[-2] // c.block_k):
+        rows, p, dp = _p_and_dp(u, do, v, saved, softmax_scale, mask, c)
         cols = slice(u * c.block_k, (u + 1) * c.block_k)
-        if c.int8_dp:
-            dp = dp * v_scale[:, :, None, cols].mT * do_scale[..., rows, :]
         ds = p * (dp - delta[..., rows, None])
         p_rounded, ds_rounded = _to(dtype, p), _to(dtype, ds)
         if observer:
-            whole_dp = dp + lacking[..., rows, None]
-            observer.tile(rows, cols, p=p, dp=whole_dp, ds=ds, p_rounded=p_rounded, ds_rounded=ds_rounded)
+            observer.tile(rows, cols, p=p, dp=dp, ds=ds, p_rounded=p_rounded, ds_rounded=ds_rounded)
         dv[..., cols, :] = (p_rounded.mT @ do[..., rows, :]).sum(2)
         dk[..., cols, :] = (ds_rounded.mT @ saved.q[..., rows, :]).sum(2) * softmax_scale
         dq[..., rows, :] += ds_rounded @ saved.k_smooth[:, :, None, cols]
@@ -421,10 +407,7 @@ def delta_of(
     c, m, heads, work = config, do.shape[-2], v.shape[1], saved.q_hat.dtype
     do = _pad_rows(do.to(work).unflatten(1, (heads, -1)), c.block_q)
     if c.delta == "stale":
-        o = o.to(work).unflatten(1, (heads, -1))
-        if c.int8_dp:
-            o = o - key_mean(key_sums(v), n)[:, :, None]
-        return (do * _pad_rows(o, c.block_q)).sum(-1)
+        return (do * _pad_rows(o.to(work).unflatten(1, (heads, -1)), c.block_q)).sum(-1)
     v, mask = _pad_rows(v.to(work), c.block_k), _Mask(causal, window, m, n)
     delta = torch.zeros_like(saved.lse2)
     for u in range(v.shape[-2] // c.block_k):

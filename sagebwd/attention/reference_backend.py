@@ -18,8 +18,8 @@ _AXIS = reference.Saved(q_hat=-2, q_scale=-1, q_mean=-2, k_hat=-2, k_scale=-1, k
 def kept_like(q: Tensor, k: Tensor, config: QuantConfig, packed: Packed | None) -> reference.Saved:
     """Uninitialised `Saved` of q [B, H, M, D] and k [B, K, N, D], its integers as INT8.
 
-    Of packed documents: one after another, in whole tiles; there is room for as many as there can be. Where P is not
-    INT8 lse2 alone: q and k are kept as they came, and rounded again.
+    Of packed documents: one after another, in whole tiles; there is room for as many as there can be. With
+    products="scores" lse2 alone: q and k are kept as they came, and rounded again.
     """
     (batch, heads, m, dim), (_, kv_heads, n, _) = q.shape, k.shape
     documents = 1 if packed is None else packed.cu_seqlens_q.shape[0] - 1
@@ -31,7 +31,7 @@ def kept_like(q: Tensor, k: Tensor, config: QuantConfig, packed: Packed | None) 
         return q.new_empty(shape, dtype=dtype)
 
     lse2 = new(*q_heads, q_tiles * config.block_q)
-    if not config.int8_p:
+    if config.products == "scores":
         return _of_lse2(lse2)
     return reference.Saved(
         q_hat=new(*q_heads, q_tiles * config.block_q, dim, dtype=torch.int8),
@@ -50,12 +50,13 @@ def _of_lse2(lse2: Tensor) -> reference.Saved:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, config: QuantConfig, packed: Packed | None = None, **args):
     """As `triton_backend.forward`: o, and v, o, lse2, q_hat, q_scale, q_mean, k_hat, k_scale, q, k, k_smooth."""
+    scores = config.products == "scores"
     if packed is None:
         o, saved = reference.forward(q, k, v, config=config, **args)
-        if config.int8_p:
-            saved = saved._replace(q_hat=saved.q_hat.to(torch.int8), k_hat=saved.k_hat.to(torch.int8))
-        else:
+        if scores:
             saved = _of_lse2(saved.lse2)
+        else:
+            saved = saved._replace(q_hat=saved.q_hat.to(torch.int8), k_hat=saved.k_hat.to(torch.int8))
     else:
         o, documents = reference.forward_packed(q, k, v, config=config, packed=packed, **args)
         saved = reference.Saved(*(None if x is None else x.zero_() for x in kept_like(q, k, config, packed)))
@@ -64,13 +65,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, config: QuantConfig, packed: Pac
                 if kept is not None:
                     kept.copy_(values)
     o = _in_order_of(q, o)
-    return o, (v, o, saved.lse2, *saved[:5], *((None, None) if config.int8_p else (q, k)), saved.k_smooth)
+    return o, (v, o, saved.lse2, *saved[:5], *((q, k) if scores else (None, None)), saved.k_smooth)
 
 
 def backward(do: Tensor, kept: tuple, *, config: QuantConfig, packed: Packed | None = None, **args):
     """As `triton_backend.backward`."""
     v, o, lse2, *operands, q, k, k_smooth = kept
-    saved = reference.Saved(*operands, k_smooth, lse2) if config.int8_p else _of_lse2(lse2)
+    saved = _of_lse2(lse2) if config.products == "scores" else reference.Saved(*operands, k_smooth, lse2)
     if packed is None:
         saved = _unpacked(saved, q, k, config)
         grads = reference.backward(do, v, o, saved, n=v.shape[-2], config=config, **args)
@@ -106,7 +107,7 @@ def _split(saved: reference.Saved, config: QuantConfig, packed: Packed) -> Itera
 
 
 def _unpacked(saved: reference.Saved, q: Tensor | None, k: Tensor | None, config: QuantConfig) -> reference.Saved:
-    """What the reference's backward takes, of a document's INT8 or, where P is not INT8, of its q and k."""
+    """What the reference's backward takes, of a document's INT8 or, with products="scores", of its q and k."""
     if q is None:
         return saved._replace(q_hat=saved.q_hat.float(), k_hat=saved.k_hat.float())
     k_mean = reference.key_mean(reference.key_sums(k), k.shape[-2]) if config.smooth_k else None

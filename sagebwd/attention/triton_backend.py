@@ -20,7 +20,6 @@ from sagebwd.kernels.hopper.scores_rows import round_dq
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, Tables, tables
 from sagebwd.kernels.quantise import Quantised, quantise, transpose
-from sagebwd.kernels.rows import round_gradients, round_values
 
 Saved = tuple[Tensor | None, ...]
 
@@ -29,11 +28,11 @@ def refused_by_hopper(
     x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None, v: Tensor | None = None
 ) -> str | None:
     """Why a forward of queries x [B, H, M, D] takes the portable kernel; None: it takes Hopper's. v [B, K, N, D]: read
-    as it is where P is not INT8; None: any that TMA can read."""
+    as it is with products="scores"; None: any that TMA can read."""
     if backend_for(x) == "triton-interpreter":
         return "Triton's interpreter does not run them"
     capability, mask = tuning.capability(x.device), {"window": window is not None, "packed": packed is not None}
-    if not config.int8_p:
+    if config.products == "scores":
         return hopper_scores.refusal(capability, x.shape[-1], config, **mask, tensors={} if v is None else {"V": v})
     return hopper.refusal(capability, x.shape[-1], config, **mask)
 
@@ -51,7 +50,7 @@ def takes_hopper(
 def kernels(x: Tensor, config: QuantConfig, *, window: int | None, packed: Packed | None) -> str:
     """For people: which kernels such a call takes on a GPU, forward and backward, and why not the faster ones."""
     capability, mask = tuning.capability(x.device), {"window": window is not None, "packed": packed is not None}
-    refusal = backward_refusal if config.int8_p else hopper_scores.backward_refusal
+    refusal = hopper_scores.backward_refusal if config.products == "scores" else backward_refusal
     why_not = refusal(capability, x.shape[-1], config, **mask)
     forward = forward_kernel(x, config, window=window, packed=packed)
     return f"{forward}; {_in_words('backward', why_not, tuning.HOPPER_FROM[config.products][1])}"
@@ -81,7 +80,7 @@ def forward(
     mask = {"causal": causal, "window": window, "packed": packed}
     on_hopper = takes_hopper(q, config, queries=q.shape[-2], keys=k.shape[-2], v=v, **mask)
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
-    if on_hopper and not config.int8_p:
+    if on_hopper and config.products == "scores":
         k_mean = key_mean(k, None) if config.smooth_k else None
         q8, k8 = quantise_both(q, k, k_mean)
         o = torch.empty_like(q)
@@ -93,7 +92,7 @@ def forward(
     q8, _ = quantise(q, config.block_q, rows=True, columns=False, tile_mean=config.smooth_q, documents=q_documents)
     k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, documents=k_documents)
     o = _result_like(q, packed)
-    if not config.int8_p:
+    if config.products == "scores":
         lse2 = scores.forward(q8, k8, v, o, window=window, documents=q_documents, **options)
         return o, (v, o, lse2, None, None, None, None, None, q, k, k_mean)
     v8, _ = quantise(v, config.block_k, rows=False, columns=True, documents=k_documents)
@@ -111,8 +110,8 @@ def backward(
     *, causal: bool, softmax_scale: float, config: QuantConfig, window: int | None = None, packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv): dq in the dtype and memory order of o, dk and dv in those of v."""
-    if not config.int8_p:
-        return _backward_16_bit(do, saved, causal, softmax_scale, config, window, packed)
+    if config.products == "scores":
+        return _backward_of_scores(do, saved, causal, softmax_scale, config, window, packed)
     v, o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, _, k, k_mean = saved
     documents, window = _tables(packed, o, v), _clipped(window, v)
     of_q = None if documents is None else documents.q
@@ -131,12 +130,11 @@ def backward(
     return dq, dk, dv
 
 
-def _backward_16_bit(
+def _backward_of_scores(
     do: Tensor, saved: Saved, causal: bool, softmax_scale: float, config: QuantConfig,
     window: int | None, packed: Packed | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Where P is not INT8. Q and K are rounded again: their INT8 forms beside them would be a quarter more to keep. So
-    is V's mean worked out here, which the forward does not need."""
+    """Q and K are rounded again: their INT8 forms beside them would be a quarter more to keep."""
     v, o, lse2, *_, q, k, k_mean = saved
     dk, dv = (_result_like(v, packed) for _ in range(2))
     sizes = {"queries": do.shape[-2], "keys": v.shape[-2], "causal": causal, "window": window}
@@ -152,18 +150,12 @@ def _backward_16_bit(
     documents, window = _tables(packed, o, v), _clipped(window, v)
     of_q, of_k = (None, None) if documents is None else documents
     q8, _ = quantise(q, config.block_q, rows=True, columns=False, documents=of_q)
-    if config.int8_dp:
-        v_mean = key_mean(v, of_k)
-        v8 = round_values(v, v_mean, of_k)
-        do8, statistics = round_gradients(do, o, lse2, v_mean, of_q)
-    else:
-        do8 = v8 = None
-        _, statistics = quantise(do, config.block_q, rows=False, columns=False, lse2=lse2, other=o, documents=of_q)
+    _, statistics = quantise(do, config.block_q, rows=False, columns=False, lse2=lse2, other=o, documents=of_q)
     k8, _ = quantise(k, config.block_k, rows=True, columns=False, mean=k_mean, smoothed=True, documents=of_k)
     dq = _result_like(o, packed)
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
     options |= {"window": window, "documents": documents}
-    scores.backward(q8, k8, do8, v8, statistics, q, do, v, dq, dk, dv, **options)
+    scores.backward(q8, k8, statistics, q, do, v, dq, dk, dv, **options)
     return dq, dk, dv
 
 

@@ -93,9 +93,9 @@ def _check_context(recipe: Recipe) -> None:
             f"parallel.context is {size}, but data.context {context} does not make {2 * size} chunks{whole}: set "
             f"data.context to {_nearest(context, unit)}, {back}"
         )
-    for name in NOT_WITH_CONTEXT if sagebwd else ():
-        said, default = (str(getattr(x, name)).lower() for x in (quant, QuantConfig))
-        if said != default:
+    for name, value in NOT_WITH_CONTEXT.items() if sagebwd else ():
+        if getattr(quant, name) == value:
+            said, default = (str(x).lower() for x in (value, getattr(QuantConfig, name)))
             raise UserError(
                 f"parallel.context is {size}, but attention.quant.{name} is {said}, which does not go with it: set "
                 f"attention.quant.{name} to {default}, {back}"

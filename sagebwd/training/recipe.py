@@ -68,7 +68,7 @@ class Quant(Section):
     smooth_k: bool = QuantConfig.smooth_k
     smooth_q: bool = QuantConfig.smooth_q
     project: bool = QuantConfig.project
-    products: Literal["all", "inputs", "scores"] = QuantConfig.products
+    products: Literal["all", "scores"] = QuantConfig.products
 
     @model_validator(mode="after")
     def _valid(self) -> Quant:

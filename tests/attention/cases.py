@@ -13,7 +13,6 @@ from sagebwd.kernels.hopper.scores_operands import quantise_both
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, tables
 from sagebwd.kernels.quantise import quantise
-from sagebwd.kernels.rows import round_gradients, round_values
 from tests.attention.helpers import assert_close, inputs, run, truth
 
 # Kernels differ from the reference by the order of sums and the last bits of exp2: rarely, a value that lies between
@@ -26,7 +25,6 @@ CONFIGS = {
     "matched": QuantConfig(delta="matched", block_q=32),
     "smooth-q": QuantConfig(smooth_q=True, block_k=32),
     "scores": QuantConfig(products="scores", block_q=32),
-    "inputs": QuantConfig(products="inputs", block_k=32),
     "no-smoothing": QuantConfig(smooth_k=False, granularity="tile", delta="matched", block_q=128, block_k=128),
 }
 PROJECTED = {
@@ -105,10 +103,7 @@ def masked_inputs(mask, dim, heads, kv_heads, *, m=70, n=100, **kwargs):
 MASKS = {
     "causal": CONFIGS,
     "window": {"row": CONFIGS["row"]},
-    "packed": {
-        **{name: CONFIGS[name] for name in ("matched", "scores", "inputs")},
-        "project-tile": PROJECTED["project-tile"],
-    },
+    "packed": {"matched": CONFIGS["matched"], "scores": CONFIGS["scores"], "project-tile": PROJECTED["project-tile"]},
 }
 
 
@@ -124,36 +119,6 @@ def integers_are_the_reference_s(device, dtype):
     pairs = hat[0].flatten(1, 2).mT.unflatten(-1, (-1, 2, 4, 2))  # of tokens, as a matrix unit's thread holds them
     assert torch.equal(actual.columns.float(), pairs.transpose(-2, -3).flatten(-4))
     assert torch.equal(actual.scale, scale[0, ..., 0, 0])
-
-
-def rows_of_v_and_do_are_the_reference_s(device, dtype, dim=40):
-    """Bit for bit, from views of any strides, given V's mean. A row of zeros has the scale 0, one with a NaN that."""
-    _, v, o, do = inputs(300, 300, dim, 4, 2, batch=2, dtype=dtype, device=device)
-    v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (v, do))
-    v, o = v[:, :, :130], torch.cat([o, o], 1)
-    do[0, 1, 3] = 0
-    do[0, 2, 299, 5] = torch.nan
-    lse2 = torch.randn(8, 384, device=device)
-    with interpreter(device):
-        mean = key_mean(v, None)
-        v8 = round_values(v, mean, None)
-        do8, statistics = round_gradients(do, o, lse2, mean, None)
-    mean = mean[..., :dim].view(2, 2, 1, dim)
-    for actual, x in ((v8, v.float() - mean), (do8, do.float())):
-        hat, scale = (part.flatten(0, 1) for part in reference.quantise(x, -1))
-        length = x.shape[-2]
-        assert torch.equal(actual.scale[:, :length].nan_to_num(-1), scale[..., 0].nan_to_num(-1))
-        sound = ~scale[..., 0].isnan()
-        assert torch.equal(actual.rows[:, :length, :dim][sound].float(), hat[sound])
-        assert not actual.rows[:, length:].any()
-        assert not actual.rows[:, :, dim:][:, :length][sound].any()
-        assert not actual.scale[:, length:].any()
-    assert do8.scale[1, 3] == 0
-    assert do8.scale.isnan().nonzero().tolist() == [[2, 299]]
-    assert torch.equal(statistics[..., 0], lse2)
-    delta = (do.float() * (o.float().unflatten(1, (2, 2)) - mean[:, :, None]).flatten(1, 2)).sum(-1).flatten(0, 1)
-    torch.testing.assert_close(statistics[:, :300, 1], delta, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert not statistics[:, 300:, 1].any()
 
 
 def q_and_k_are_quantised_as_one_by_one(device, dim, smooth, dtype):
@@ -250,18 +215,16 @@ def packed_equals_the_documents_one_by_one(documents, config, causal, window, de
 
 def documents_do_not_meet(device):
     q, k, v, do, packed = packed_inputs(((40, 40), (70, 100), (40, 40)), 32, 2, 1, dtype=torch.float16, device=device)
-    args = {"causal": False, "packed": packed}
+    args = {"causal": False, "config": QuantConfig(smooth_q=True, delta="matched"), "packed": packed}
+    clean = launched(q, k, v, do, **args)
     sides = (packed.cu_seqlens_q, packed.cu_seqlens_k, packed.cu_seqlens_k, packed.cu_seqlens_q)
-    poisoned = [x.clone() for x in (q, k, v, do)]
-    for broken, ends in zip(poisoned, sides, strict=True):
+    for broken, ends in zip((q, k, v, do), sides, strict=True):
         broken[..., ends[1] : ends[2], :] = torch.nan
-    for config in (QuantConfig(smooth_q=True, delta="matched"), QuantConfig(products="inputs")):
-        clean, actual = (launched(*tensors, config=config, **args) for tensors in ((q, k, v, do), poisoned))
-        for x, y, ends in zip(actual, clean, (sides[0], *sides[:3]), strict=True):
-            inside = torch.zeros(x.shape[-2], dtype=torch.bool, device=device)
-            inside[ends[1] : ends[2]] = True
-            assert x[..., inside, :].isnan().all()
-            assert torch.equal(x[..., ~inside, :], y[..., ~inside, :])
+    for x, y, ends in zip(launched(q, k, v, do, **args), clean, (sides[0], *sides[:3]), strict=True):
+        inside = torch.zeros(x.shape[-2], dtype=torch.bool, device=device)
+        inside[ends[1] : ends[2]] = True
+        assert x[..., inside, :].isnan().all()
+        assert torch.equal(x[..., ~inside, :], y[..., ~inside, :])
 
 
 def cu_seqlens_that_lie_touch_no_other_memory(device):
@@ -320,16 +283,15 @@ def poison(patch):
 
 def all_zero_tiles_give_zeros(device, mask):
     (q, k, v, do), args = masked_inputs(mask, 64, 1, 1, m=128, n=128, dtype=torch.float16, device=device)
-    for products in ("all", "inputs"):
-        args["config"] = QuantConfig(smooth_k=False, products=products)
-        o, dq, dk, dv = launched(q, torch.zeros_like(k), torch.zeros_like(v), do, **args)
-        assert not o.any()
-        assert not dq.any()
-        assert not dk.any()
-        assert dv.isfinite().all()
-        assert dv.any()
-        for grad in launched(q, k, v, torch.zeros_like(do), **args)[1:]:
-            assert not grad.any()
+    args["config"] = QuantConfig(smooth_k=False)
+    o, dq, dk, dv = launched(q, torch.zeros_like(k), torch.zeros_like(v), do, **args)
+    assert not o.any()
+    assert not dq.any()
+    assert not dk.any()
+    assert dv.isfinite().all()
+    assert dv.any()
+    for grad in launched(q, k, v, torch.zeros_like(do), **args)[1:]:
+        assert not grad.any()
 
 
 def extreme_values_stay_finite(device, mask):
@@ -352,19 +314,15 @@ def a_query_that_sees_no_key_gets_zeros(device):
 
 def nan_reaches_the_output(device, mask):
     (q, k, v, do), args = masked_inputs(mask, 32, 1, 1, m=64, n=64, dtype=torch.float16, device=device)
+    args["config"] = QuantConfig()
     at = (0, 0, -1, 5)
-    for products in ("all", "inputs"):
-        args["config"] = QuantConfig(products=products)
-        for broken in (q, k, v):
-            keep = broken[at].item()
-            broken[at] = torch.nan
-            assert launched(q, k, v, do, **args)[0].isnan().any()
-            broken[at] = keep
-        keep = do[at].item()
-        do[at] = torch.nan
-        grads = launched(q, k, v, do, **args)[1:]
-        assert all(grad.isnan().any() for grad in (grads if products == "inputs" else grads[2:]))
-        do[at] = keep
+    for broken in (q, k, v):
+        keep = broken[at].item()
+        broken[at] = torch.nan
+        assert launched(q, k, v, do, **args)[0].isnan().any()
+        broken[at] = keep
+    do[at] = torch.nan
+    assert launched(q, k, v, do, **args)[3].isnan().any()
 
 
 def two_runs_are_bitwise_equal(device, mask):

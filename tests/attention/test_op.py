@@ -23,7 +23,6 @@ CONFIGS = {
     "smooth-q": QuantConfig(block_k=32, smooth_q=True),
     "smooth-q-alone": QuantConfig(granularity="tile", delta="matched", smooth_k=False, smooth_q=True),
     "scores": QuantConfig(products="scores"),
-    "inputs": QuantConfig(products="inputs"),
 }
 
 
@@ -64,7 +63,7 @@ def backward_arguments(forward, config, packed):
     called = OPS.attention_forward_packed if packed else OPS.attention_forward
     o, lse2, q_rows, q_scale, q_mean, k_rows, k_scale, k_mean = (x.detach() for x in called(*forward))
     q, k, v = (x.detach() for x in (q, k, v))
-    if config.int8_p:
+    if config.products == "all":
         q = None
         if not config.smooth_q:
             q_mean = k = k_mean = None
@@ -76,7 +75,7 @@ def backward_arguments(forward, config, packed):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", ["plain", "window", "packed"])
 def test_opcheck(backend, config, kind):
-    skip_on_interpreter(backend, (kind, config) in (("plain", "default"), ("packed", "smooth-q"), ("packed", "inputs")))
+    skip_on_interpreter(backend, (kind, config) in (("plain", "default"), ("packed", "smooth-q"), ("packed", "scores")))
     options = (True, 0.25, 5 if kind == "window" else None, op.settings(backend, CONFIGS[config]))
     qkv, packed = documents() if kind == "packed" else (tensors(), ())
     forward = (*qkv, *packed, *options)
@@ -354,12 +353,12 @@ def test_no_more_is_saved_than_sdpa_saves(monkeypatch, dim, group):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="tests/gpu measures it on the GPU here")
-@pytest.mark.parametrize(("products", "smooth_k"), [("scores", True), ("scores", False), ("inputs", True)])
-def test_without_int8_p_as_much_is_saved_as_sdpa_saves(monkeypatch, products, smooth_k):
+@pytest.mark.parametrize("smooth_k", [True, False])
+def test_with_scores_alone_as_much_is_saved_as_sdpa_saves(monkeypatch, smooth_k):
     """q, k, v, o in 16 bit and lse in FP32; and the mean of the keys."""
     n, heads, keys, dim = 256, 4, 2, 64
     q, k, v, _ = (x.requires_grad_() for x in inputs(n, n, dim, heads, keys, dtype=torch.float16))
-    config = QuantConfig(products=products, smooth_k=smooth_k)
+    config = QuantConfig(products="scores", smooth_k=smooth_k)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     sage = saved_bytes(lambda: sage_attention(q, k, v, causal=True, config=config))
     assert sage == n * (heads * (2 * dim + 2 * dim + 4) + keys * (2 * dim + 2 * dim)) + smooth_k * keys * 4 * dim

@@ -56,7 +56,6 @@ def test_every_rank_has_as_many_pairs_of_query_and_key() -> None:
         (640, QuantConfig(), "multiple of 512, such as 1024 or 1536"),
         (256, QuantConfig(smooth_q=True), "smooth_q=True is not supported with context parallelism: set it to False"),
         (256, QuantConfig(products="scores"), "products='scores' is not supported .*: set it to 'all'"),
-        (256, QuantConfig(products="inputs"), "products='inputs' is not supported .*: set it to 'all'"),
         (256, QuantConfig(project=True), "project=True"),
     ],
 )

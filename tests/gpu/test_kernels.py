@@ -56,12 +56,6 @@ def test_integers_are_the_reference_s(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [40, 64, 128, 256])
-def test_rows_of_v_and_do_are_the_reference_s(dim, dtype):
-    cases.rows_of_v_and_do_are_the_reference_s(GPU, dtype, dim)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", scores.DIMS)
 @pytest.mark.parametrize("smooth", [True, False])
 def test_q_and_k_are_quantised_as_one_by_one(dim, smooth, dtype):

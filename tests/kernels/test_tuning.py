@@ -14,14 +14,14 @@ from sagebwd.kernels.compile_check import ARCHITECTURES
 from sagebwd.kernels.hopper import scores
 
 DIMS = (32, 64, 72, 80, 96, 112, 128, 192, 256)
-RULES = ({}, {"smooth_q": True}, {"products": "scores"}, {"products": "inputs"})
+RULES = ({}, {"smooth_q": True}, {"products": "scores"})
 GRID = list(itertools.product(ARCHITECTURES, DIMS, BLOCKS, BLOCKS, RULES))
 
 
 def launches(arch, dim, config, monkeypatch):
     monkeypatch.setattr(tuning, "capability", lambda device: arch)
     args = (torch.device("cpu"), padded_dim(dim), config)
-    if not config.int8_p:
+    if config.products == "scores":
         return [part(*args) for part in (tuning.scores_forward, tuning.scores_backward_kv, tuning.scores_backward_q)]
     by_key = [part.launch for part in tuning.backward_kv(*args)]
     return [tuning.forward(*args), *by_key, tuning.backward_q(*args)]

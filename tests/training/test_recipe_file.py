@@ -86,7 +86,7 @@ def test_a_recipe_never_inherits_its_name(write) -> None:
         ("attention.quant.products=score", "attention.quant.products is 'score' in the command line: it must be 'all'"),
         (
             "attention.quant={products: scores, delta: matched}",
-            "delta is 'matched', which has no meaning with products='scores', where P and dS are not INT8: leave it at "
+            "delta is 'matched', which has no meaning with products='scores', where only Q K^T is INT8: leave it at "
             "'stale', or set products to 'all'",
         ),
         ("name=../x", "name is '../x'"),
