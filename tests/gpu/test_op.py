@@ -15,6 +15,10 @@ from tests.attention.test_op import CONFIGS, OPS, RECOMPUTE, assert_same, backwa
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
+# opcheck differentiates a sum: dO is one number, expanded, in its eager call, and TMA cannot read that; in its traced
+# call it is a tensor in memory. So on a Hopper GPU one dQ of products="scores" has FP32 sums, the other FP16. Where the
+# parts of 128 and of 72 keys nearly cancel they differ by up to 1.1e-4 more than 1.6% (simulated, 40 seeds; rms 0.18).
+FP16_SUMS = {"rtol": 1.6e-2, "atol": 2e-4}  # bf16's relative tolerance as elsewhere
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +77,9 @@ def test_opcheck(config, kind):
         qkv = [x.detach()[:1].requires_grad_() for x in qkv]
         packed = tuple(documents().values())
     forward = (*qkv, *packed, *options)
-    torch.library.opcheck(OPS.attention_forward_packed.default if packed else OPS.attention_forward.default, forward)
+    limits = FP16_SUMS if (kind, config) == ("plain", "scores") else {}
+    operator = OPS.attention_forward_packed if packed else OPS.attention_forward
+    torch.library.opcheck(operator.default, forward, **limits)
     torch.library.opcheck(OPS.attention_backward.default, backward_arguments(forward, CONFIGS[config], packed))
 
 
