@@ -28,7 +28,7 @@ def draw(path: Path, points: list[Point], margin: float, colours: dict[str, str]
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     longest = max(len(variant) for variant in colours)
-    right = 1 - (0.04 + longest * 0.6 * plot.LABEL_POINTS / 72 / WIDTH)
+    right = 1 - (0.04 + longest * 0.66 * plot.LABEL_POINTS / 72 / WIDTH)
     figure.subplots_adjust(left=0.08, right=right, top=1 - 1.15 / height, bottom=0.65 / height, hspace=0.3)
     plot.headings(figure, title, subtitle)
     at = {size: place for place, size in enumerate(sorted({point.tokens_per_step for point in points}))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
@@ -61,10 +62,17 @@ def subtitle(experiment: str, runs: list[Run], *, sweep: bool = False) -> str:
         f"{count(train.total_tokens)} tokens a run" if sweep else f"{train.tokens_per_step:,} tokens a step",
         "" if sweep or run.recipe.model.qk_norm else "no QK-norm",
         run.meta.get("precision", ""),
-        f"{len({run.cell.seed for run in runs})} seed(s)" if sweep else f"seed {run.recipe.seed}",
+        _seeds(runs) if sweep else f"seed {run.recipe.seed}",
         run.meta.get("device", ""),
     ]
     return " · ".join(filter(None, parts))
+
+
+def _seeds(runs: list[Run]) -> str:
+    """How many seeds an arm has at a point of the grid: "3 seeds", "1 to 4 seeds"."""
+    found = Counter((run.variant, run.cell.tokens_per_step, run.cell.qk_norm) for run in runs)
+    fewest, most = min(found.values()), max(found.values())
+    return (f"{fewest} to {most}" if fewest < most else str(most)) + f" seed{'s' * (most > 1)}"
 
 
 def unigram_line(runs: list[Run], results: list[Result]) -> str | None:

@@ -29,7 +29,8 @@ otherwise, and always with fewer than three seeds; **worse** if more of its seed
 a loss that is not finite, or a validation loss that rises {rise:g} nat above its best; such runs and unfinished ones
 are in no mean. *bits/byte*: final loss over the validation text's bytes a token. *tokens/s*, *MFU*: median over the
 steps after the first tenth, mean over the seeds; *GiB*: the first rank's peak memory, likewise. Several arms are tested
-at several sizes and nothing is corrected for that: one interval in twenty misses its mean.
+at several sizes and nothing is corrected for that: one interval in twenty misses its mean, and more than one where
+seeds were added after a look at fewer.
 """
 
 
@@ -40,12 +41,15 @@ def table(points: list[Point]) -> list[tuple[str, ...]]:
 
 def title(points: list[Point]) -> str:
     """The verdicts in one line: "sagebwd matches at 32k, 128k; sagebwd-paper worse at 32k"."""
+    judged = [point for point in points if point.verdict is not None]
+    if len({point.variant for point in judged}) > 1 and len({point.verdict.word for point in judged}) == 1:
+        return f"every arm {judged[0].verdict.word} wherever it was run"
     both = len({point.qk_norm for point in points}) > 1
     said: dict[str, dict[str, list[str]]] = {}
-    for point in points:
-        if point.verdict is not None:
-            place = short(point.tokens_per_step) + ((", QK-norm" if point.qk_norm else ", no QK-norm") if both else "")
-            said.setdefault(point.variant, {}).setdefault(point.verdict.word, []).append(place)
+    for point in judged:
+        norm = f" {'with' if point.qk_norm else 'without'} QK-norm" if both else ""
+        place = short(point.tokens_per_step) + norm
+        said.setdefault(point.variant, {}).setdefault(point.verdict.word, []).append(place)
     parts = [
         f"{variant} {', '.join(f'{word} at {_joined(places)}' for word, places in words.items())}"
         for variant, words in said.items()

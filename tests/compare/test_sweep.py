@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 from scipy import stats
 
-from sagebwd.compare import compare, plot
+from sagebwd.compare import compare, plot, report, runs
 from sagebwd.errors import UserError
 from sagebwd.training import run_folder
 from sagebwd.training.recipe import Recipe
@@ -95,6 +96,19 @@ def test_the_report_says_and_shows_it(folder: Path, capsys: pytest.CaptureFixtur
     assert (target / "tensorboard" / "1024-s1-near").is_dir()
 
 
+def test_one_verdict_for_all_is_said_once(folder: Path) -> None:
+    for name in [path.name for path in folder.iterdir() if "-s1-" not in path.name and path.is_dir()]:
+        shutil.rmtree(folder / name)
+    text = (compare(folder) / "report.md").read_text()
+    assert "**every arm undecided wherever it was run** (margin 0.01 nats)" in text
+
+
+def test_the_picture_says_where_seeds_are_fewer(folder: Path) -> None:
+    assert " · 3 seeds" in report.subtitle("s", runs.load(folder), sweep=True)
+    shutil.rmtree(folder / "4096-s3-near")
+    assert " · 2 to 3 seeds" in report.subtitle("s", runs.load(folder), sweep=True)
+
+
 def test_a_diverged_seed_is_worse_and_in_no_mean(folder: Path) -> None:
     broken = losses(0.0)
     broken["train/loss"][7] = float("nan")
@@ -128,7 +142,8 @@ def test_with_and_without_qk_norm_are_points_of_their_own(folder: Path) -> None:
     target = compare(folder)
     (found,) = [row for row in rows(target / "gaps.csv") if row["qk_norm"] == "False" and row["arm"] == "far"]
     assert (float(found["gap_mean"]), found["verdict"], found["gap_low"]) == (1.5, "undecided", "")
-    assert "far worse at 1k, QK-norm and 4k, QK-norm, undecided at 1k, no QK-norm" in (target / "report.md").read_text()
+    text = (target / "report.md").read_text()
+    assert "far worse at 1k with QK-norm and 4k with QK-norm, undecided at 1k without QK-norm" in text
     assert (target / "curves-1024-noqk.png").exists()
 
 
