@@ -69,9 +69,10 @@ def _bench(quick: bool, products: Products, folder: Path, gpu: str, commit: str 
     print(f"  all correct, {time.monotonic() - start:.0f} s", flush=True)
 
     flush = torch.empty(FLUSH, dtype=torch.int8, device="cuda")
-    jobs = [(a, shape) for shape in grid for a in attentions if (a.name, shape.kind) not in absent]
-    progress = tqdm(jobs, desc="measuring", unit="", mininterval=1 if sys.stderr.isatty() else 15)
-    table = report.Table([measure(attention, shape, flush) for attention, shape in progress])
+    rows = []
+    for shape in tqdm(grid, desc="measuring", unit=" shapes", mininterval=1 if sys.stderr.isatty() else 15):
+        rows += measure([a for a in attentions if (a.name, shape.kind) not in absent], shape, flush)
+    table = report.Table(rows)
     wall = time.monotonic() - start
     facts = {
         "GPU": gpu,

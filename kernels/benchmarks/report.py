@@ -17,10 +17,11 @@ BACKWARD = 2.5  # the backward's operations, in forwards
 NEVER = "not reached"
 METHOD = """\
 bf16 inputs, the same tensors for all, one process; 16,384 tokens in all (batch 1 beyond), 2,048 / D query heads. Times
-are medians between CUDA events with a cold L2 cache. Everything a call does is inside: smoothing, quantisation,
-transposes, launches, allocation. *Speed-up*: the peer's time over SageBwd's, so above 1 SageBwd is faster. *TFLOP/s* by
-the usual count, 4 B H N^2 D for the forward (half if causal) and 2.5 times that for the backward. *Peak*: what forward
-and backward allocate on top of q, k, v and dO. *Saved*: what is kept from forward to backward, q, k, v and o included.\
+are medians between CUDA events with a cold L2 cache, of all in turn. Everything a call does is inside: smoothing,
+quantisation, transposes, launches, allocation. *Speed-up*: the peer's time over SageBwd's, so above 1 SageBwd is
+faster. *TFLOP/s* by the usual count, 4 B H N^2 D for the forward (half if causal) and 2.5 times that for the backward.
+*Peak*: what forward and backward allocate on top of q, k, v and dO. *Saved*: what is kept from forward to backward, q,
+k, v and o included.\
 """
 PORTABLE_ALONE = """\
 SageBwd above takes the kernels for Hopper GPUs (kernels/hopper) where these are faster; here are the portable ones, as

@@ -10,7 +10,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from sagebwd.kernels.benchmarks import context, gate, plot, report
+from sagebwd.kernels.benchmarks import context, gate, measure, plot, report
 from sagebwd.kernels.benchmarks.measure import Measurement
 from sagebwd.kernels.benchmarks.peers import CUDNN, FLASH, PORTABLE, SAGE, Attention
 from sagebwd.kernels.benchmarks.shapes import TOKENS, WIDTH, Shape, shapes
@@ -22,6 +22,29 @@ BENCH = [sys.executable, "-m", "sagebwd.kernels.benchmarks.bench"]
 
 def measured(attention: str, shape: Shape, ms: float) -> Measurement:
     return Measurement(shape, attention, ms / 3, 2 * ms / 3, ms, 1 << 20, shape.batch * shape.length * 100)
+
+
+def test_all_are_timed_in_turn_and_each_gets_its_own_times(monkeypatch):
+    """A GPU that grows hot is slower for all of them, not for the last one."""
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.at = sum(calls)
+
+        def elapsed_time(self, end):
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runs = [(Attention(SAGE, None), lambda ms=ms: calls.append(ms)) for ms in (5, 7, 9)]
+    assert measure.medians_ms(runs, torch.zeros(1)) == [5.0, 7.0, 9.0]
+    assert calls[:6] == 2 * [5, 7, 9]
+    assert calls[6:18] == 2 * [5, 7, 9, 9, 7, 5]
+    assert len(calls) == 6 + 3 * measure.ROUNDS[0]
 
 
 def table(ours: dict[int, float], flash: dict[int, float]) -> report.Table:
