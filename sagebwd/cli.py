@@ -32,7 +32,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0; 1 when an arm's process or the doctor's self-test failed; 2 for a
-    mistake of the user's; 75 when training was asked to stop, and the same command goes on. `status` has its own."""
+    mistake of the user's; 75 when training was asked to stop, and the same command goes on; 141 when whoever read the
+    output has left. `status` has its own."""
     parser = _build_parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse gives up positionals after the first option; overrides may stand anywhere.
@@ -42,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides.append(text)
     _log_to_stdout()
     try:
-        return arguments.command(arguments)
+        code = arguments.command(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head`; what is still buffered goes nowhere, and nobody is told at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
@@ -127,7 +133,10 @@ def _build_parser() -> argparse.ArgumentParser:
     text = "build a corpus on this machine, for recipes with data.corpus: NAME"
     corpus = commands.add_parser("corpus", help=text, description=text)
     corpus.add_argument(
-        "name", metavar="NAME", choices=["debian-prose"], help="debian-prose: some 310 MB of English, in minutes"
+        "name",
+        metavar="NAME",
+        choices=["debian-prose"],
+        help="debian-prose: some 310 MB of English, half an hour on two cores",
     )
     corpus.add_argument("--mirror", metavar="URL", help="a Debian mirror [http://deb.debian.org/debian]")
     corpus.add_argument("--jobs", metavar="N", type=_positive, help="packages worked on at once [the number of cores]")

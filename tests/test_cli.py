@@ -24,6 +24,17 @@ def sagebwd(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 
+def test_output_that_nobody_reads_any_more_is_no_failure_to_explain():
+    """As in `sagebwd recipe ... --print-config | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "sagebwd.cli", "recipe", str(SMALL), "--print-config"]
+    answer = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(writer)
+    assert answer.returncode == 141
+    assert answer.stderr == ""
+
+
 def one_line_error(answer: subprocess.CompletedProcess[str]) -> str:
     assert answer.returncode == 2, answer.stdout + answer.stderr
     assert re.fullmatch(r"error: [^\n]+\n", answer.stderr), answer.stderr
