@@ -20,7 +20,7 @@ The data-parallel size is processes / parallel.tensor. A run that was stopped go
 
   launch/torchrun.sh recipes/small.yaml sagebwd --nproc 2
   launch/torchrun.sh recipes/small.yaml fpa --nproc 8 parallel.tensor=2 train.micro_batch=4
-  launch/torchrun.sh recipes/llama-125m.yaml fpa --nodes 2 --node-rank 1 --head node17
+  launch/torchrun.sh recipes/llama-125m.yaml fpa --nodes 2 --node-rank 1 --head node17 train.micro_batch=2
 
 SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the ranks to save and stop; one node's signal stops all nodes. A second Ctrl-C
 stops at once, without saving.
