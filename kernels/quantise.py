@@ -40,10 +40,8 @@ def round_tile(values):
 
 @triton.jit(do_not_specialize=["heads", "length", "tiles"])
 def _quantise(
-    x, mean, other, lse2, rows_out, columns_out, scale_out, tile_mean_out, smoothed_out, like_x, statistics_out,
-    documents,
-    x_b, x_h, x_l, x_d, other_b, other_h, other_l, other_d, like_b, like_h, like_l, like_d,
-    heads, length, tiles,
+    x, mean, other, lse2, rows_out, columns_out, scale_out, tile_mean_out, smoothed_out, statistics_out, documents,
+    x_b, x_h, x_l, x_d, other_b, other_h, other_l, other_d, heads, length, tiles,
     TILE_MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -79,10 +77,6 @@ def _quantise(
     if smoothed_out is not None:
         at = smoothed_out + (bh * tiles * BLOCK + rows)[:, None] * DP + d[None, :]
         tl.store(at, values.to(smoothed_out.dtype.element_ty))
-    if like_x is not None:
-        like_x += (bh // heads) * like_b + (bh % heads) * like_h
-        at = like_x + l.to(tl.int64)[:, None] * like_l + d.to(tl.int64)[None, :] * like_d
-        tl.store(at, values.to(like_x.dtype.element_ty), mask=valid)
     if TILE_MEAN:
         filled = tl.sum((l < length).to(tl.int32), 0)
         tile_mean = tl.sum(values, 0) / tl.maximum(filled, 1).to(tl.float32)
@@ -108,16 +102,15 @@ def _transpose(x, out, tiles, length, DP: tl.constexpr, BLOCK: tl.constexpr):
 
 def quantise(
     x: Tensor, block: int, *, rows: bool, columns: bool,
-    mean: Tensor | None = None, tile_mean: bool = False, smoothed: bool = False, smoothed_to: Tensor | None = None,
+    mean: Tensor | None = None, tile_mean: bool = False, smoothed: bool = False,
     lse2: Tensor | None = None, other: Tensor | None = None, documents: Tensor | None = None,
 ) -> tuple[Quantised, Tensor | None]:  # fmt: skip
     """INT8 forms of x [B, H, L, D] (any strides), one scale for each `block` rows of a head.
 
     rows, columns: which layouts to write. mean, of `mean.key_mean`, is subtracted first (K-smoothing); smoothed: what
-    is left is written as well; smoothed_to [B, H, L, D], any strides: it is written there. tile_mean: each tile's own
-    mean is subtracted (Q-smoothing). lse2 [B H, L'] fp32: also returns statistics of rows, [B H, L', 2] fp32: lse2, and
-    with other [B, H, L, D] rowsum(x * other) before any smoothing (delta, with x = dO and other = O).
-    documents: a table of packing.Tables; not with smoothed_to.
+    is left is written as well. tile_mean: each tile's own mean is subtracted (Q-smoothing). lse2 [B H, L'] fp32: also
+    returns statistics of rows, [B H, L', 2] fp32: lse2, and with other [B, H, L, D] rowsum(x * other) before any
+    smoothing (delta, with x = dO and other = O). documents: a table of packing.Tables.
     Raises ValueError where a head's workspace passes 2^31 elements: kernels address within a head in 32 bits.
     """
     b, h, length, dim = x.shape
@@ -140,10 +133,9 @@ def quantise(
     launch(
         _quantise, b * h * tiles,
         (
-            x, mean, other, lse2, out.rows, out.columns, out.scale, out.tile_mean, out.smoothed, smoothed_to,
-            statistics, documents,
+            x, mean, other, lse2, out.rows, out.columns, out.scale, out.tile_mean, out.smoothed, statistics, documents,
         ),
-        (*x.stride(), *_strides(other), *_strides(smoothed_to), h, length, tiles),
+        (*x.stride(), *_strides(other), h, length, tiles),
         TILE_MEAN=tile_mean, ROWS=rows, COLUMNS=columns, D=dim, DP=dp, BLOCK=block, num_warps=4,
         enable_fp_fusion=False,  # a product fused with the addition that rounds it would break ties otherwise
     )  # fmt: skip
