@@ -46,11 +46,12 @@ class HopperLaunch(NamedTuple):
 
 
 class HopperScoresBackwardLaunch(NamedTuple):
-    """stages: tiles of queries in flight, 2 or 4. main, third: registers of a thread of the two warpgroups that compute
-    dK and dV, and of the one that computes dQ."""
+    """stages: tiles of queries in flight, 2 or 4. first, second, third: registers of a thread of the two warpgroups
+    that compute dK and dV, and of the one that computes dQ."""
 
     stages: int
-    main: int
+    first: int
+    second: int
     third: int
 
 
@@ -88,8 +89,11 @@ def hopper_scores_forward() -> HopperLaunch:
 
 def hopper_scores_backward(dim: int) -> HopperScoresBackwardLaunch:
     """210 KiB of shared memory at D = 128, with FP32 sums of dQ 226, all but 1 of what there is; at D = 64 164 and 172.
-    Registers: the 504 that a multiprocessor has for a thread of each of three warpgroups."""
-    return HopperScoresBackwardLaunch(stages=2 if dim == 128 else 4, main=216, third=72)
+    Registers: the 504 that a multiprocessor has for a thread of each of three warpgroups; at D = 128 the second one has
+    dP beside its exponentials."""
+    if dim == 128:
+        return HopperScoresBackwardLaunch(stages=2, first=216, second=224, third=64)
+    return HopperScoresBackwardLaunch(stages=4, first=216, second=216, third=72)
 
 
 def backward_kv(device: torch.device, dp: int, config: QuantConfig) -> tuple[KeyLaunch, ...]:

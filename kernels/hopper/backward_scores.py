@@ -56,6 +56,13 @@ def _ahead(dim):
     return dim == 64
 
 
+@gluon.constexpr_function
+def _early(dim, group):
+    """Whether a warpgroup starts dP together with S, so that tensor cores have work while it is at its exponentials.
+    For both there are not enough registers: with fewer than 224 ptxas has all wait after every product."""
+    return dim == 128 and group == 1
+
+
 @gluon.jit
 def _load_tile(descs, rings, where, head, u, stage, D: gl.constexpr):
     """Starts the loads of query tile `u` of the group's head `head`."""
@@ -150,11 +157,14 @@ def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D:
             mbarrier.wait(ds_full.index(slot), slot_phase)
             mbarrier.wait(full.index(stage), phase)  # long since
             row_scale = _powers(numbers_ring, stage, gl.SliceLayout(1, FLOAT))
+            nothing = 0
+            if D == 128:  # ptxas does not know that this is 0: it would keep K's descriptors, most in local memory
+                nothing = u >> 30
             for part in gl.static_range(PARTS):
                 dq = gl.zeros([BLOCK, WIDTH], gl.float32, FLOAT)
                 for w in gl.static_range(2):
                     ds = ds_ring.index(slot * 2 + w).permute((1, 0))
-                    k16 = k16_tile.index(w).reshape([BLOCK, D]).slice(part * WIDTH, WIDTH, dim=1)
+                    k16 = k16_tile.index(nothing + w).reshape([BLOCK, D]).slice(part * WIDTH, WIDTH, dim=1)
                     dq = warpgroup_mma(ds, k16, dq, use_acc=w > 0, is_async=True)
                 dq = warpgroup_mma_wait(0, [dq]) * row_scale[:, None]
                 if part == PARTS - 1:
@@ -242,13 +252,14 @@ def _step(
     """Adds query tile `count` to dK and dV and hands its dS on. state: s, dv, dk, count; s is 0 unless AHEAD.
 
     The products of a warpgroup one after the other, each wait followed by what it makes possible: S; dP; dV and dK.
-    AHEAD: dP under the exponentials; dV, dK and S of the next tile.
+    AHEAD: dP under the exponentials; dV, dK and S of the next tile. EARLY: S and dP, which is under the exponentials.
     """
     s, dv, dk, count = state
     keys, values = tiles
     q_ring, q16_ring, do_ring, numbers_ring, full, empty = rings
     ds_ring, ds_full, ds_empty = exchange
     AHEAD: gl.constexpr = _ahead(D)
+    EARLY: gl.constexpr = _early(D, GROUP)
     SHIFT: gl.constexpr = 1 if STAGES == 2 else 2  # stages are 2 or 4
     stage = count & (STAGES - 1)
     phase = (count >> SHIFT) & 1
@@ -266,16 +277,19 @@ def _step(
     else:
         mbarrier.wait(full.index(stage), phase)
         s_now = start_s(keys, q_ring, stage)
-    lse2 = _of_columns(numbers_ring, stage, 0, COLS)
-    row_factor = factor * _q_scale(numbers_ring, stage, gl.SliceLayout(1, INT))
-    if not AHEAD:
+    if EARLY:
+        dp = start_dp(values, do_ring, stage, D)
+        s_now = warpgroup_mma_wait(1, [s_now])
+    elif not AHEAD:
         s_now = warpgroup_mma_wait(0, [s_now])
+    lse2 = _of_columns(numbers_ring, stage, 0, COLS)  # only now: under S it would take registers that EARLY has not
+    row_factor = factor * _q_scale(numbers_ring, stage, gl.SliceLayout(1, INT))
     p = power_of_two(s_now.to(gl.float32) * row_factor[:, None] - lse2[None, :])
     if MASKED:
         rows = row + gl.arange(0, BLOCK, COLS)
         cols = col + gl.arange(0, BLOCK, gl.SliceLayout(1, INT))
         p = gl.where(seen(rows[None, :], cols[:, None], m, n, CAUSAL), p, 0.0)
-    if not AHEAD:
+    if not AHEAD and not EARLY:
         dp = start_dp(values, do_ring, stage, D)
     dp = warpgroup_mma_wait(0, [dp])
     delta = _of_columns(numbers_ring, stage, 1, COLS)
@@ -355,7 +369,7 @@ def _main(
 def hopper_backward_scores(
     k_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc, dk_desc, dv_desc, sums_desc, k_scale,
     heads, group, m, n, m_pad, n_pad, softmax_scale, factor, key_tiles, kv_total, section,
-    CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr, THIRD: gl.constexpr,
+    CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SECOND: gl.constexpr, THIRD: gl.constexpr,
 ):  # fmt: skip
     """dk_desc: on entry it holds the smoothed K, which a program reads where it will write.
 
@@ -419,7 +433,7 @@ def hopper_backward_scores(
             (_main, (shared, exchange, tensors, numbers, 1, D, CAUSAL, STAGES)),
             (_third, (descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D, STAGES)),
         ],
-        [4, 4], [MAIN, THIRD],
+        [4, 4], [SECOND, THIRD],  # the first one gets what is left
     )  # fmt: skip
 
 
@@ -455,6 +469,6 @@ def backward(
             h, h // kv_heads, m, n, q8.rows.shape[1], k8.rows.shape[1], softmax_scale, softmax_scale * tuning.LOG2E,
             key_tiles, b * kv_heads, _section(b * kv_heads, key_tiles) if causal else 1,
         ),
-        CAUSAL=causal, D=dim, STAGES=tune.stages, MAIN=tune.main, THIRD=tune.third, num_warps=4,
+        CAUSAL=causal, D=dim, STAGES=tune.stages, SECOND=tune.second, THIRD=tune.third, num_warps=4,
     )  # fmt: skip
     return numbers, sums

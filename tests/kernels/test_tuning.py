@@ -67,8 +67,8 @@ def test_hopper_s_scores_backward_has_all_registers_and_no_more(dim):
     """A warpgroup that asks for more than the others gave back would wait for ever."""
     tune = tuning.hopper_scores_backward(dim)
     at_first = 65536 // (3 * 128) // 8 * 8  # of a thread; all are multiples of 8
-    assert 2 * tune.main + tune.third == 3 * at_first
-    assert tune.main % 8 == tune.third % 8 == 0
+    assert tune.first + tune.second + tune.third == 3 * at_first
+    assert tune.first % 8 == tune.second % 8 == tune.third % 8 == 0
     assert tune.stages in (2, 4)
 
 
