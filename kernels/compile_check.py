@@ -44,8 +44,8 @@ SPILL_LIMIT = {
 # before its loop and loads once after it.
 HOPPER_SPILL_LIMIT, HOPPER_CONTEXT_SPILL_LIMIT = 0, 8
 # The backward with products="scores" holds dK and dV of 64 keys at once: numbers that stay the same through its loops
-# are kept there. As seen with Triton 3.6.0 and 3.7.1, 40 bytes at D = 128, two or three of these numbers loaded a tile,
-# and 24 at D = 64, one loaded a tile.
+# are kept there. As seen with Triton 3.6.0 and 3.7.1, 64 bytes at D = 128 and 24 at D = 64, hardly any loaded in
+# a loop.
 HOPPER_SCORES_SPILL_LIMIT = 80
 
 

@@ -88,8 +88,11 @@ def hopper_scores_forward() -> HopperLaunch:
 
 def hopper_scores_backward(dim: int) -> HopperScoresBackwardLaunch:
     """210 KiB of shared memory at D = 128, with FP32 sums of dQ 226, all but 1 of what there is; at D = 64 164 and 172.
-    Registers: the 504 that a multiprocessor has for a thread of each of three warpgroups."""
-    return HopperScoresBackwardLaunch(stages=2 if dim == 128 else 4, main=216, third=72)
+    Registers: the 504 that a multiprocessor has for a thread of each of three warpgroups; at D = 128 two of them have
+    dP beside their exponentials."""
+    if dim == 128:
+        return HopperScoresBackwardLaunch(stages=2, main=224, third=56)
+    return HopperScoresBackwardLaunch(stages=4, main=216, third=72)
 
 
 def backward_kv(device: torch.device, dp: int, config: QuantConfig) -> tuple[KeyLaunch, ...]:

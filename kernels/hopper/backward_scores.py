@@ -44,7 +44,6 @@ from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
 
 SLOTS = gl.constexpr(2)  # of dS
-WIDTH = gl.constexpr(64)  # columns of dQ that `_third` makes and adds at a time: all 128 would take twice the registers
 TOGETHER = 256  # programs of the heads of which the longest come first: about two for each multiprocessor
 SUMS_ROW = gl.constexpr(256)  # of dQ's sums as TMA sees them: the most that its tile may be wide
 
@@ -54,6 +53,20 @@ def _ahead(dim):
     """Whether S of the next tile is computed under dV and dK of this one, and dP under the exponentials. At D = 128 the
     sums dK and dV take 128 registers of a thread, and these would not fit."""
     return dim == 64
+
+
+@gluon.constexpr_function
+def _early(dim):
+    """Whether dP is started together with S, so that tensor cores have work while warpgroups are at their
+    exponentials."""
+    return dim == 128
+
+
+@gluon.constexpr_function
+def _width(dim):
+    """Columns of dQ that `_third` makes and adds at a time. At D = 128 few, which take few registers: `_main` needs
+    them."""
+    return 32 if dim == 128 else 64
 
 
 @gluon.jit
@@ -96,7 +109,7 @@ def _load_next(descs, rings, where, loads, stage, D: gl.constexpr):
 
 @gluon.jit
 def _add_to_memory(sums_desc, at, staging, x, OTHERS: gl.constexpr):
-    """Adds x [64, WIDTH] to the sums' rows from `at` on, by way of `staging`, from which up to OTHERS additions ago the
+    """Adds x [64, W] to the sums' rows from `at` on, by way of `staging`, from which up to OTHERS additions ago the
     last part was taken: there are as many other stagings.
 
     Registers go there 16 bytes a thread, 512 a warp: element 8 (J h + j) + 2t + e of row 16w + 8i + g is in place
@@ -126,6 +139,7 @@ def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D:
     _, _, _, numbers_ring, full, empty = rings
     ds_ring, ds_full, ds_empty = exchange
     b, kv, kv_head, group, col, n_pad, _, _, steps = where
+    WIDTH: gl.constexpr = _width(D)
     PARTS: gl.constexpr = D // WIDTH
     ROWS: gl.constexpr = BLOCK * WIDTH // SUMS_ROW  # of sums, of a part of a tile
     FLOAT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -150,11 +164,14 @@ def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D:
             mbarrier.wait(ds_full.index(slot), slot_phase)
             mbarrier.wait(full.index(stage), phase)  # long since
             row_scale = _powers(numbers_ring, stage, gl.SliceLayout(1, FLOAT))
+            nothing = 0
+            if D == 128:  # ptxas does not know that this is 0: it would keep K's descriptors, most in local memory
+                nothing = u >> 30
             for part in gl.static_range(PARTS):
                 dq = gl.zeros([BLOCK, WIDTH], gl.float32, FLOAT)
                 for w in gl.static_range(2):
                     ds = ds_ring.index(slot * 2 + w).permute((1, 0))
-                    k16 = k16_tile.index(w).reshape([BLOCK, D]).slice(part * WIDTH, WIDTH, dim=1)
+                    k16 = k16_tile.index(nothing + w).reshape([BLOCK, D]).slice(part * WIDTH, WIDTH, dim=1)
                     dq = warpgroup_mma(ds, k16, dq, use_acc=w > 0, is_async=True)
                 dq = warpgroup_mma_wait(0, [dq]) * row_scale[:, None]
                 if part == PARTS - 1:
@@ -241,14 +258,15 @@ def _step(
 ):  # fmt: skip
     """Adds query tile `count` to dK and dV and hands its dS on. state: s, dv, dk, count; s is 0 unless AHEAD.
 
-    The products of a warpgroup one after the other, each wait followed by what it makes possible: S; dP; dV and dK.
-    AHEAD: dP under the exponentials; dV, dK and S of the next tile.
+    The products of a warpgroup, each wait followed by what it makes possible. EARLY: S and dP, which is under the
+    exponentials; dV and dK. AHEAD: dP under the exponentials; dV, dK and S of the next tile.
     """
     s, dv, dk, count = state
     keys, values = tiles
     q_ring, q16_ring, do_ring, numbers_ring, full, empty = rings
     ds_ring, ds_full, ds_empty = exchange
     AHEAD: gl.constexpr = _ahead(D)
+    EARLY: gl.constexpr = _early(D)
     SHIFT: gl.constexpr = 1 if STAGES == 2 else 2  # stages are 2 or 4
     stage = count & (STAGES - 1)
     phase = (count >> SHIFT) & 1
@@ -266,16 +284,19 @@ def _step(
     else:
         mbarrier.wait(full.index(stage), phase)
         s_now = start_s(keys, q_ring, stage)
-    lse2 = _of_columns(numbers_ring, stage, 0, COLS)
-    row_factor = factor * _q_scale(numbers_ring, stage, gl.SliceLayout(1, INT))
-    if not AHEAD:
+    if EARLY:
+        dp = start_dp(values, do_ring, stage, D)
+        s_now = warpgroup_mma_wait(1, [s_now])
+    elif not AHEAD:
         s_now = warpgroup_mma_wait(0, [s_now])
+    lse2 = _of_columns(numbers_ring, stage, 0, COLS)  # only now: under S it would take registers that EARLY has not
+    row_factor = factor * _q_scale(numbers_ring, stage, gl.SliceLayout(1, INT))
     p = power_of_two(s_now.to(gl.float32) * row_factor[:, None] - lse2[None, :])
     if MASKED:
         rows = row + gl.arange(0, BLOCK, COLS)
         cols = col + gl.arange(0, BLOCK, gl.SliceLayout(1, INT))
         p = gl.where(seen(rows[None, :], cols[:, None], m, n, CAUSAL), p, 0.0)
-    if not AHEAD:
+    if not AHEAD and not EARLY:
         dp = start_dp(values, do_ring, stage, D)
     dp = warpgroup_mma_wait(0, [dp])
     delta = _of_columns(numbers_ring, stage, 1, COLS)
@@ -388,6 +409,7 @@ def hopper_backward_scores(
     numbers_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BLOCK], numbers_desc.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_ring = gl.allocate_shared_memory(do_desc.dtype, [2 * SLOTS, BLOCK, BLOCK], DS)
+    WIDTH: gl.constexpr = _width(D)
     stagings = gl.allocate_shared_memory(
         sums_desc.dtype, [D // WIDTH, BLOCK * WIDTH // SUMS_ROW, SUMS_ROW], sums_desc.layout
     )
@@ -449,7 +471,7 @@ def backward(
         (
             whole_rows(k8.rows, block), tokens(v, block), whole_rows(q8.rows, block), tokens(q, block),
             tokens(do, block), vector(numbers, 4 * block), tokens(dk, block), tokens(dv, block),
-            plain_rows(sums, SUMS_ROW.value, block * WIDTH.value // SUMS_ROW.value), k8.scale,
+            plain_rows(sums, SUMS_ROW.value, block * _width(dim) // SUMS_ROW.value), k8.scale,
         ),
         (
             h, h // kv_heads, m, n, q8.rows.shape[1], k8.rows.shape[1], softmax_scale, softmax_scale * tuning.LOG2E,
