@@ -23,6 +23,7 @@ class Quantised(NamedTuple):
     scale: Tensor  # [B H, L' / block] fp32
     tile_mean: Tensor | None  # [B H, L' / block, D'] fp32: what was subtracted from each tile
     smoothed: Tensor | None = None  # [B H, L', D'] in x's dtype: x less the mean, what `rows` is the INT8 form of
+    norm: Tensor | None = None  # [B H, L' / block] fp32: of a block's rows, as rounded, the largest Euclidean norm
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagebwd.attention.config import QuantConfig
 from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.descriptors import whole_rows
-from sagebwd.kernels.hopper.operands import exp2, left_operand, rescale
+from sagebwd.kernels.hopper.operands import exp2, left_operand, rescale_rows
 from sagebwd.kernels.hopper.schedule import item, items, key_tiles
 from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
@@ -163,7 +163,7 @@ def _attend(
             use_acc=False,
             is_async=True,
         )
-        out = rescale(out, keep, acc, DP)
+        out = rescale_rows(out, gl.expand_dims(keep, 1) + gl.zeros([64, DP], gl.float32, acc), DP)
         product = warpgroup_mma_wait(1, [product])
         out = _add(out, product, early_scale, acc)
         if BLOCKS == 2:

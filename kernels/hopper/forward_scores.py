@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.descriptors import tokens, whole_rows
-from sagebwd.kernels.hopper.operands import exp2, left_16_bit, rescale, wide_rows, widen
+from sagebwd.kernels.hopper.operands import exp2, follow, left_16_bit, rescale, wide_rows, widen
 from sagebwd.kernels.hopper.pieces import hidden_zero, release, seen
 from sagebwd.kernels.hopper.schedule import item, items, key_tiles
 from sagebwd.kernels.launch import launch
@@ -137,41 +137,52 @@ def _per_thread(x):
 
 @gluon.jit
 def _softmax(
-    s, f, anchor, total, rows, start, m, n,
+    s, f, rises, anchor, total, rows, start, m, n,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, SLACK: gl.constexpr, cells: gl.constexpr,
 ):  # fmt: skip
     """P [64, BN] in FP32 of int32 scores s [64, BN].
 
-    f [PARTS]: of the scores. rows: of Q; start: the tile's first key. anchor [64]: the base-2 logit that sums are
-    relative to; it follows the rows' peaks once they rise by SLACK. total [64, 4]: each thread's part of their sums.
-    Returns P, anchor, total, and what to keep of earlier sums [64].
+    f [PARTS]: of the scores. rises: whether one may be more than SLACK above its row's anchor; else nobody looks for
+    their maximum. rows: of Q; start: the tile's first key. anchor [64, 4]: the base-2 logit that sums are relative to,
+    as each of a row's threads has it; it follows the row's peak once that rises by SLACK. total [64, 4]: each thread's
+    part of the sums. Returns P, anchor, total, and what to keep of earlier sums [64, 4].
     """
     s = gl.convert_layout(gl.reshape(s, [ROWS, PARTS, PART]), cells, assert_trivial=True)
-    factor = gl.expand_dims(gl.expand_dims(f, 0), 2)
     if MASKED:
-        s = s.to(gl.float32) * factor
+        s = s.to(gl.float32) * gl.expand_dims(gl.expand_dims(f, 0), 2)
         part = gl.arange(0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, cells)))
         inside = gl.arange(0, PART, gl.SliceLayout(0, gl.SliceLayout(1, cells)))
         cols = gl.expand_dims(gl.expand_dims(part, 0), 2) * PART + gl.expand_dims(gl.expand_dims(inside, 0), 1) + start
         s = gl.where(seen(gl.expand_dims(gl.expand_dims(rows, 1), 2), cols, m, n, CAUSAL), s, float("-inf"))
-        peak = gl.max(gl.max(_per_thread(s), 3), 2)
-    else:  # the maximum of integers: one instruction compares three
-        most = gl.max(_per_thread(s), 3).to(gl.float32)
-        own = gl.convert_layout(f, gl.SliceLayout(0, gl.SliceLayout(1, most.type.layout)), assert_trivial=True)
-        peak = gl.max(most * gl.expand_dims(gl.expand_dims(own, 0), 1), 2)
-    highest = gl.convert_layout(gl.max(peak, 1), anchor.type.layout, assert_trivial=True)
-    new = gl.where(highest > anchor + SLACK, highest, anchor)
+        s = _per_thread(s)
+        peak = gl.max(gl.max(s, 3), 2)
+        new, keep = follow(gl.convert_layout(peak, anchor.type.layout, assert_trivial=True), anchor, SLACK)
+    else:
+        s = _per_thread(s)
+        new = anchor
+        keep = gl.full([ROWS, 4], 1.0, gl.float32, anchor.type.layout)
+        if rises:  # the maximum of integers: one instruction compares three
+            most = gl.max(s, 3).to(gl.float32)
+            own = gl.convert_layout(f, gl.SliceLayout(0, gl.SliceLayout(1, most.type.layout)), assert_trivial=True)
+            peak = gl.max(most * gl.expand_dims(gl.expand_dims(own, 0), 1), 2)
+            new, keep = follow(gl.convert_layout(peak, anchor.type.layout, assert_trivial=True), anchor, SLACK)
     base = new
     if MASKED:  # a row that sees nothing yet: exp2(-inf - 0) is the 0 that is wanted, exp2(-inf + inf) is not
         base = gl.where(new == float("-inf"), 0.0, new)
-    keep = exp2(anchor - base)
-    of_row = gl.convert_layout(base, gl.SliceLayout(1, gl.SliceLayout(2, cells)), assert_trivial=True)
-    of_row = gl.expand_dims(gl.expand_dims(of_row, 1), 2)
-    p = exp2(s - of_row) if MASKED else exp2(s.to(gl.float32) * factor - of_row)
-    sums = gl.sum(gl.reshape(_per_thread(p), [ROWS, 4, PARTS * 16]), 2)
-    kept = gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
-    total = total * gl.expand_dims(kept, 1) + gl.convert_layout(sums, total.type.layout, assert_trivial=True)
-    return gl.reshape(p, [ROWS, BN]), new, total, keep
+    of_row = gl.convert_layout(base, gl.SliceLayout(2, gl.SliceLayout(3, s.type.layout)), assert_trivial=True)
+    of_row = gl.expand_dims(gl.expand_dims(of_row, 2), 3)
+    if MASKED:
+        p = exp2(s - of_row)
+    else:
+        factor = gl.convert_layout(
+            f, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, s.type.layout))), assert_trivial=True
+        )
+        factor = gl.expand_dims(gl.expand_dims(gl.expand_dims(factor, 0), 1), 3)
+        p = exp2(s.to(gl.float32) * factor - of_row)
+    sums = gl.sum(gl.reshape(p, [ROWS, 4, PARTS * 16]), 2)
+    total = total * keep + gl.convert_layout(sums, total.type.layout, assert_trivial=True)
+    p = gl.reshape(gl.permute(gl.reshape(p, [ROWS, 4, PARTS, 8, 2]), [0, 2, 3, 1, 4]), [ROWS, BN])
+    return p, new, total, keep
 
 
 @gluon.jit
@@ -183,6 +194,13 @@ def _scales(k_scale, own, following, t, tiles, part):
 
 
 @gluon.jit
+def _norm(k_norm, own, t, tiles):
+    """The largest norm of K's rows in an item's tile t, or in its last one."""
+    at = k_norm + own + gl.maximum(tiles - 1 - t, 0) * PARTS
+    return gl.maximum(gl.load(at), gl.load(at + 1))
+
+
+@gluon.jit
 def _first_tile(
     s, f, g, start, rows, m, n, v_full,
     CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, SLACK: gl.constexpr,
@@ -190,23 +208,23 @@ def _first_tile(
 ):  # fmt: skip
     """P of an item's first tile, which is tile g, as a left operand, from its scores; anchor and total."""
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    anchor = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, acc))
+    anchor = gl.full([ROWS, 4], float("-inf"), gl.float32, parts)
     total = gl.zeros([ROWS, 4], gl.float32, parts)
-    p, anchor, total, _ = _softmax(s, f, anchor, total, rows, start, m, n, CAUSAL, True, SLACK, cells)
+    p, anchor, total, _ = _softmax(s, f, True, anchor, total, rows, start, m, n, CAUSAL, True, SLACK, cells)
     _await(v_full, g, STAGES)
     return left_16_bit(p, acc, DTYPE), anchor, total
 
 
 @gluon.jit
 def _tile(
-    state, q, f, g, start, rows, m, n, rings,
+    state, q, f, rises, g, start, rows, m, n, rings,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
     SLACK: gl.constexpr, cells: gl.constexpr,
 ):  # fmt: skip
     """S and softmax of tile g, and P V of the tile before. Nothing is in flight on entry and on return: ptxas makes
     products wait for each other if one spans the loop's end.
 
-    state: P of the tile before; O, anchor and total. f [PARTS]: of tile g's scores.
+    state: P of the tile before; O, anchor and total. f [PARTS], rises: of tile g's scores.
     """
     p, out, anchor, total = state
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = rings
@@ -216,12 +234,12 @@ def _tile(
     out = _start_o(p, out, g - 1, v_tiles, D, STAGES)
     s = warpgroup_mma_wait(1, [s])
     release(k_empty, _stage(g, STAGES))
-    p, anchor, total, keep = _softmax(s, f, anchor, total, rows, start, m, n, CAUSAL, MASKED, SLACK, cells)
+    p, anchor, total, keep = _softmax(s, f, rises, anchor, total, rows, start, m, n, CAUSAL, MASKED, SLACK, cells)
+    p = left_16_bit(p, acc, DTYPE)
     _await(v_full, g, STAGES)
     out = warpgroup_mma_wait(0, [out])
     release(v_empty, _stage(g - 1, STAGES))
-    out = rescale(out, keep, acc, D)
-    return left_16_bit(p, acc, DTYPE), out, anchor, total
+    return p, rescale(out, keep, acc, D), anchor, total
 
 
 @gluon.jit
@@ -252,7 +270,7 @@ def _compute(
     """Warpgroup W's 64 rows of each item."""
     q_tiles, k_tiles, v_tiles, q_empty, k_full, k_empty, v_full, v_empty = shared
     rings = (k_tiles, v_tiles, k_full, k_empty, v_full, v_empty)
-    q_scale, k_scale, o, lse2 = tensors
+    q_scale, k_scale, q_norm, k_norm, o, lse2 = tensors
     heads, _, m, n, m_pad, _, row_tiles, all_heads = sizes
     SLACK: gl.constexpr = _slack(DTYPE)
     acc_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
@@ -289,7 +307,6 @@ def _compute(
             more = following < total_items
             next_tile, next_head, _, next_tiles, next_own = _place(gl.where(more, following, i), sizes, CAUSAL)
             next_first = next_own + (next_tiles - 1) * PARTS
-            next_qf = gl.load(q_scale + _block(next_tile, next_head, m_pad, W) + alike) * factor
             q = q_tiles.index(_stage(count, SLOTS) * 2 + W)
             next_q = q_tiles.index(_stage(count + 1, SLOTS) * 2 + W)
             s_row = _rows(tile, W, s_rows)
@@ -309,26 +326,35 @@ def _compute(
                     f = qf * scales
                     scales = _scales(k_scale, own, next_first, t + 1, tiles, part)
                     state = _tile(
-                        state, again, f, g, (tiles - 1 - t) * BN, s_row, m, n, rings,
+                        state, again, f, True, g, (tiles - 1 - t) * BN, s_row, m, n, rings,
                         CAUSAL, True, D, STAGES, DTYPE, SLACK, cells,
                     )  # fmt: skip
                     g += 1
+            # By Cauchy and Schwarz no score of a tile is more than SLACK above its row's anchor unless the product of
+            # the largest norms is. Ordinary logits stay below that, and then a tile's maximum need not be known.
+            lowest = gl.min(gl.min(state[2], 1), 0) + SLACK
+            highest_norm = lowest / (gl.load(q_norm + _block(tile, head, m_pad, W) + zero) * factor)
+            norm = _norm(k_norm, own + zero, masked, tiles)
             for t in range(masked, tiles):
                 f = qf * scales
+                rises = (norm <= highest_norm) == 0  # also where one is NaN
+                norm = _norm(k_norm, own + zero, t + 1, tiles)
                 scales = _scales(k_scale, own, next_first, t + 1, tiles, part)
                 state = _tile(
-                    state, q, f, g, (tiles - 1 - t) * BN, s_row, m, n, rings,
+                    state, q, f, rises, g, (tiles - 1 - t) * BN, s_row, m, n, rings,
                     CAUSAL, False, D, STAGES, DTYPE, SLACK, cells,
                 )  # fmt: skip
                 g += 1
             p, out, anchor, total = state
+            qf = gl.load(q_scale + _block(next_tile, next_head, m_pad, W) + alike) * factor
             _await(k_full, g, STAGES)
             s = _start_s(next_q, g, k_tiles, STAGES)  # the next item's first; after the last item nobody looks at it
             out = _start_o(p, out, g - 1, v_tiles, D, STAGES)
             row_total = gl.convert_layout(gl.sum(total, 1), out_rows, assert_trivial=True)
             rows = _rows(tile, W, out_rows)
             blind = row_total == 0.0
-            logsum = gl.where(blind | (rows >= m), float("inf"), anchor + gl.log2(row_total))
+            peak = gl.convert_layout(gl.max(anchor, 1), out_rows, assert_trivial=True)
+            logsum = gl.where(blind | (rows >= m), float("inf"), peak + gl.log2(row_total))
             gl.store(lse2 + head.to(gl.int64) * m_pad + rows, logsum)
             inverse = 1.0 / gl.where(blind, 1.0, row_total)
             s, out = warpgroup_mma_wait(0, [s, out])
@@ -336,7 +362,6 @@ def _compute(
             release(v_empty, _stage(g - 1, STAGES))
             release(q_empty, _stage(count, SLOTS))
             count += 1
-            qf = next_qf
             out = widen((out * gl.expand_dims(inverse, 1)).to(o.dtype.element_ty), D)
             rows = _rows(tile, W, gl.SliceLayout(1, stored))
             d = gl.arange(0, D, gl.SliceLayout(0, stored))
@@ -347,7 +372,7 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["heads", "group", "m", "n", "row_tiles", "all_heads"])
 def hopper_forward_scores(
-    q_desc, k_desc, v_desc, q_scale, k_scale, o, lse2, o_b, o_h, o_m, o_d,
+    q_desc, k_desc, v_desc, q_scale, k_scale, q_norm, k_norm, o, lse2, o_b, o_h, o_m, o_d,
     heads, group, m, n, m_pad, n_pad, factor, row_tiles, all_heads,
     CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -370,7 +395,7 @@ def hopper_forward_scores(
     fence_async_shared()
     descs = (q_desc, k_desc, v_desc)
     shared = (q_tiles, k_tiles, v_tiles, q_empty, k_full, k_empty, v_full, v_empty)
-    tensors = (q_scale, k_scale, o, lse2)
+    tensors = (q_scale, k_scale, q_norm, k_norm, o, lse2)
     sizes = (heads, group, m, n, m_pad, n_pad, row_tiles, all_heads)
     gl.warp_specialize(
         [
@@ -404,7 +429,7 @@ def forward(q: Quantised, k: Quantised, v: Tensor, o: Tensor, *, causal: bool, s
         hopper_forward_scores, min(tuning.processors(o.device), units),
         (
             whole_rows(q.rows, ROWS.value), whole_rows(k.rows, BN.value), tokens(v, BN.value),
-            q.scale, k.scale, o, lse2,
+            q.scale, k.scale, q.norm, k.norm, o, lse2,
         ),
         (*o.stride(), h, h // kv_heads, m, n, m_pad, n_pad, softmax_scale * tuning.LOG2E, row_tiles, b * h),
         CAUSAL=causal, D=dim, STAGES=tune.stages, SLOTS=tune.slots, REGISTERS=tune.registers, num_warps=4,

@@ -68,6 +68,34 @@ def in_16_bit(x, DTYPE: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _follow_text(slack):
+    """Outputs 0, 1: anchors of a thread's two rows; 2, 3: what to keep. Inputs 4, 5: its peaks; 6, 7: anchors."""
+    bits = f"{(126 + int(slack).bit_length()) << 23:08X}"  # of a power of two
+    text = "{ .reg .pred p, q, any; .reg .f32 x, y, t; "
+    text += f"add.f32 x, $6, 0f{bits}; add.f32 y, $7, 0f{bits}; setp.gt.f32 p, $4, x; setp.gt.f32 q, $5, y; "
+    text += "or.pred any, p, q; mov.f32 $0, $6; mov.f32 $1, $7; mov.f32 $2, 0f3F800000; mov.f32 $3, 0f3F800000; "
+    text += "vote.sync.any.pred any, any, 0xffffffff; @!any bra.uni DONE; "
+    for peak, bound, old, new, keep, rises in (("$4", "x", "$6", "$0", "$2", "p"), ("$5", "y", "$7", "$1", "$3", "q")):
+        for distance in (1, 2):
+            source = peak if distance == 1 else new
+            text += f"shfl.sync.bfly.b32 t, {source}, {distance}, 0x1f, 0xffffffff; max.f32 {new}, {source}, t; "
+        text += f"setp.gt.f32 {rises}, {new}, {bound}; selp.f32 {new}, {new}, {old}, {rises}; "
+        text += f"sub.f32 t, {old}, {new}; @{rises} ex2.approx.ftz.f32 {keep}, t; "
+    return text + "DONE: }"
+
+
+@gluon.jit
+def follow(peak, anchor, SLACK: gl.constexpr):
+    """The rows' anchors [64, 4], and what to keep [64, 4] of sums that were relative to the old ones: 1 where an anchor
+    stays. peak [64, 4]: of what each thread has of a row. A row's peak becomes its anchor if it is more than SLACK
+    higher; nearly always none of a warp's is, and then its threads exchange nothing."""
+    return gl.inline_asm_elementwise(
+        _follow_text(SLACK), "=&f,=&f,=&f,=&f,f,f,f,f", [peak, anchor],
+        dtype=(gl.float32, gl.float32), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
 def _rescale_text(count):
     x, y = 2 * count, 2 * count + 2  # the factors of a thread's two rows, among `count` that are alike
     products = " ".join(f"mul.f32 ${i}, ${i}, ${y if i // 2 % 2 else x};" for i in range(count))
@@ -85,8 +113,18 @@ def _rescale_operands(count):
 
 @gluon.jit
 def rescale(x, factor, acc: gl.constexpr, D: gl.constexpr):
-    """x [64, D] in layout `acc` by factor [64]: skipped where all rows of a warp have 1, as nearly always."""
-    factor = gl.expand_dims(factor, 1) + gl.zeros([64, D], gl.float32, acc)
+    """x [64, D] in layout `acc` by factor [64, 4], a row's for each of the threads that have some of it: skipped where
+    all rows of a warp have 1, as nearly always."""
+    own = gl.permute(gl.reshape(gl.zeros([64, D], gl.float32, acc), [64, D // 8, 4, 2]), [0, 2, 1, 3])
+    factor = gl.convert_layout(factor, gl.SliceLayout(2, gl.SliceLayout(3, own.type.layout)), assert_trivial=True)
+    factor = gl.permute(gl.expand_dims(gl.expand_dims(factor, 2), 3) + own, [0, 2, 1, 3])
+    factor = gl.convert_layout(gl.reshape(factor, [64, D]), acc, assert_trivial=True)
+    return rescale_rows(x, factor, D)
+
+
+@gluon.jit
+def rescale_rows(x, factor, D: gl.constexpr):
+    """x by factor, both [64, D] in the layout of a product, the same for a row."""
     return gl.inline_asm_elementwise(
         _rescale_text(D // 2), _rescale_operands(D // 2), [x, factor], dtype=gl.float32, is_pure=True, pack=D // 2
     )

@@ -16,8 +16,8 @@ BLOCK = 64
 
 @triton.jit
 def _round_rows(
-    x, mean, like_x, rows_out, scale_out, x_b, x_h, x_l, x_d, like_b, like_h, like_l, like_d, pid, heads, length, tiles,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    x, mean, like_x, rows_out, scale_out, norm_out, x_b, x_h, x_l, x_d, like_b, like_h, like_l, like_d,
+    pid, heads, length, tiles, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     bh = (pid // tiles).to(tl.int64)
     tile = pid % tiles
@@ -35,29 +35,32 @@ def _round_rows(
         tl.store(at, values.to(like_x.dtype.element_ty), mask=valid)
     q, scale = round_tile(values)
     tl.store(scale_out + bh * tiles + tile, scale)
+    if norm_out is not None:
+        whole = q.to(tl.int32)
+        tl.store(norm_out + bh * tiles + tile, tl.sqrt_rn(tl.max(tl.sum(whole * whole, 1), 0).to(tl.float32)) * scale)
     tl.store(rows_out + (bh * tiles * BLOCK + rows)[:, None] * D + d[None, :], q)
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "m", "n", "q_tiles", "k_tiles", "q_programs"])
 def _quantise_both(
-    q, k, mean, q_out, q_scale, k_out, k_scale, like_k,
+    q, k, mean, q_out, q_scale, q_norm, k_out, k_scale, k_norm, like_k,
     q_b, q_h, q_l, q_d, k_b, k_h, k_l, k_d, like_b, like_h, like_l, like_d,
     heads, kv_heads, m, n, q_tiles, k_tiles, q_programs, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if pid >= q_programs:
         _round_rows(
-            k, mean, like_k, k_out, k_scale, k_b, k_h, k_l, k_d, like_b, like_h, like_l, like_d,
+            k, mean, like_k, k_out, k_scale, k_norm, k_b, k_h, k_l, k_d, like_b, like_h, like_l, like_d,
             pid - q_programs, kv_heads, n, k_tiles, D, BLOCK,
         )  # fmt: skip
     else:
         _round_rows(
-            q, None, None, q_out, q_scale, q_b, q_h, q_l, q_d, 0, 0, 0, 0, pid, heads, m, q_tiles, D, BLOCK
+            q, None, None, q_out, q_scale, q_norm, q_b, q_h, q_l, q_d, 0, 0, 0, 0, pid, heads, m, q_tiles, D, BLOCK
         )  # fmt: skip
 
 
 def quantise_both(
-    q: Tensor, k: Tensor, k_mean: Tensor | None, smoothed_to: Tensor | None = None
+    q: Tensor, k: Tensor, k_mean: Tensor | None, smoothed_to: Tensor | None = None, *, norms: bool = False
 ) -> tuple[Quantised, Quantised]:
     """`quantise` of q [B, H, M, D] and of k [B, K, N, D], less k_mean, for D of 64 or 128 and blocks of 64 rows.
 
@@ -73,13 +76,14 @@ def quantise_both(
         Quantised(
             q.new_empty((heads, tiles * BLOCK, dim), dtype=torch.int8), None,
             q.new_empty((heads, tiles), dtype=torch.float32), None,
+            norm=q.new_empty((heads, tiles), dtype=torch.float32) if norms else None,
         )
         for heads, tiles in ((b * h, q_tiles), (b * kv_heads, k_tiles))
     )  # fmt: skip
     q_programs = b * h * q_tiles
     launch(
         _quantise_both, q_programs + b * kv_heads * k_tiles,
-        (q, k, k_mean, q8.rows, q8.scale, k8.rows, k8.scale, smoothed_to),
+        (q, k, k_mean, q8.rows, q8.scale, q8.norm, k8.rows, k8.scale, k8.norm, smoothed_to),
         (
             *q.stride(), *k.stride(), *(k if smoothed_to is None else smoothed_to).stride(),
             h, kv_heads, m, n, q_tiles, k_tiles, q_programs,

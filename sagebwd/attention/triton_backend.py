@@ -82,7 +82,7 @@ def forward(
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
     if on_hopper and config.products == "scores":
         k_mean = key_mean(k, None) if config.smooth_k else None
-        q8, k8 = quantise_both(q, k, k_mean)
+        q8, k8 = quantise_both(q, k, k_mean, norms=True)
         o = torch.empty_like(q)
         lse2 = hopper_forward_scores.forward(q8, k8, v, o, causal=causal, softmax_scale=softmax_scale)
         return o, (v, o, lse2, None, None, None, None, None, q, k, k_mean)

@@ -129,7 +129,7 @@ def q_and_k_are_quantised_as_one_by_one(device, dim, smooth, dtype):
     with interpreter(device):
         k_mean = key_mean(k.nan_to_num(), None) if smooth else None
         smoothed = torch.full_like(k, -1)
-        q8, k8 = quantise_both(q, k, k_mean, smoothed_to=smoothed)
+        q8, k8 = quantise_both(q, k, k_mean, smoothed_to=smoothed, norms=True)
         expected_q, _ = quantise(q, 64, rows=True, columns=False)
         expected_k, _ = quantise(k, 64, rows=True, columns=False, mean=k_mean, smoothed=True)
     assert torch.equal(q8.rows, expected_q.rows)
@@ -138,6 +138,10 @@ def q_and_k_are_quantised_as_one_by_one(device, dim, smooth, dtype):
     assert torch.equal(k8.scale.nan_to_num(), expected_k.scale.nan_to_num())
     sound = ~k8.scale.isnan().repeat_interleave(64, 1)  # what NaN becomes as an integer does not matter
     assert torch.equal(k8.rows[sound], expected_k.rows[sound])
+    for x8 in (q8, k8):
+        largest = x8.rows.double().norm(dim=2).unflatten(1, (-1, 64)).amax(2) * x8.scale
+        assert x8.norm.isnan().equal(x8.scale.isnan())
+        assert (x8.norm.double() / largest).nan_to_num(1.0).sub(1).abs().max() < 1e-6
     apart = expected_k.smoothed.unflatten(0, (2, 2))[:, :, :260]
     assert torch.equal(smoothed.nan_to_num(), apart.nan_to_num())
 

@@ -65,7 +65,8 @@ def _binary(name):
 
 
 _OPERATORS = (
-    "add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "xor", "and", "or", "lt", "le", "gt", "ge", "eq", "ne",
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift", "xor", "and", "or",
+    "lt", "le", "gt", "ge", "eq", "ne",
 )  # fmt: skip
 for _name in _OPERATORS:
     _function = _binary(_name + "_" if _name in ("and", "or") else _name)
@@ -319,7 +320,8 @@ _LANGUAGE = SimpleNamespace(
     arange=lambda start, end, layout: Value(torch.arange(start, end)),
     zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
     convert_layout=lambda x, layout, assert_trivial: x,
-    max=lambda x, axis: Value(x.data.amax(axis)), abs=lambda x: Value(x.data.abs()),
+    max=lambda x, axis: Value(x.data.amax(axis)), min=lambda x, axis: Value(x.data.amin(axis)),
+    abs=lambda x: Value(x.data.abs()),
     minimum=_elementwise(torch.minimum), maximum=_elementwise(torch.maximum),
     where=lambda c, a, b: Value(torch.where(*(torch.as_tensor(_data(x)) for x in (c, a, b)))),
     cdiv=lambda a, b: (a + (b - 1)) // b,
@@ -344,6 +346,12 @@ def _init(barrier, count):
     _barrier(barrier)[1].count = count
 
 
+def _follow(peak, anchor, slack):
+    highest = peak.data.amax(1, keepdim=True)
+    new = torch.where(highest > anchor.data + slack, highest, anchor.data)
+    return Value(new), Value(torch.where(new == anchor.data, 1.0, torch.exp2(anchor.data - new)))
+
+
 _MBARRIER = SimpleNamespace(MBarrierLayout=lambda: None, init=_init, wait=_wait, expect=_expect, arrive=_arrive)
 _TMA = SimpleNamespace(
     async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=_store_wait
@@ -354,7 +362,8 @@ _REPLACED = {
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "left_16_bit": lambda x, acc, dtype: x.to(dtype), "in_16_bit": lambda x, dtype: x.to(dtype),
     "_slack": lambda dtype: 8.0,
-    "rescale": lambda x, factor, acc, d: Value(x.data * factor.data[:, None]),
+    "follow": _follow, "rescale": lambda x, factor, acc, d: Value(x.data * factor.data[:, :1]),
+    "rescale_rows": lambda x, factor, d: x * factor,
     "widen": lambda x, d: x, "wide_rows": lambda d: None,
 }  # fmt: skip
 

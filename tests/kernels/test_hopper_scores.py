@@ -22,6 +22,7 @@ from sagebwd.kernels.hopper import (
 from tests.attention import cases
 from tests.attention.cases import TIGHT, by_reference
 from tests.attention.helpers import assert_close, inputs, rel_l2
+from tests.kernels import gluon_on_cpu
 from tests.kernels.gluon_on_cpu import on_cpu
 
 SCORES = QuantConfig(products="scores")
@@ -246,13 +247,34 @@ def run_here(q, k, v, do, causal, smooth_k=True):
     o, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
     options = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5}
     k_mean = mean.key_mean(k, None) if smooth_k else None
-    q8, k8 = scores_operands.quantise_both(q, k, k_mean, smoothed_to=dk)
+    q8, k8 = scores_operands.quantise_both(q, k, k_mean, smoothed_to=dk, norms=True)
     with on_cpu(forward_scores, forward_scores, operands, pieces, schedule):
         lse2 = forward_scores.forward(q8, k8, v, o, **options)
     with on_cpu(backward_scores, backward_scores, operands, pieces):
         numbers, sums = backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
     scores_rows.round_dq(numbers, sums, dq, options["softmax_scale"])
     return o, dq, dk, dv
+
+
+@pytest.mark.parametrize(("size", "rises"), [(0.3, 0), (8.0, 3)])
+def test_a_tile_looks_for_its_maximum_where_its_norms_allow_a_higher_one(size, rises, monkeypatch):
+    """Four tiles of keys, the first one with a mask; both warpgroups."""
+    looked = []
+    follow = gluon_on_cpu._REPLACED["follow"]
+    monkeypatch.setitem(gluon_on_cpu._REPLACED, "follow", lambda *args: looked.append(1) or follow(*args))
+    q, k, v, do = inputs(128, 512, 64, 1, 1, dtype=torch.float16)
+    tensors = (q, k * size, v, do)
+    actual = run_here(*tensors, False)
+    assert len(looked) == 2 * (1 + rises)
+    assert_close(actual, by_reference(*tensors, causal=False, config=SCORES), TIGHT)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_follow_logits_that_rise_and_fall(causal):
+    """From tile to tile by more and by less than the slack, up to hundreds."""
+    q, k, v, do = inputs(256, 640, 64, 1, 1, dtype=torch.float16)
+    k *= 2.0 ** torch.tensor([3, 0, 2, 4, -2, 5, 1, -4, 3, 2]).repeat_interleave(64)[:, None]
+    assert_close(run_here(q, k, v, do, causal), by_reference(q, k, v, do, causal=causal, config=SCORES), TIGHT)
 
 
 @pytest.mark.parametrize("together", [1, 3, 256])
