@@ -45,7 +45,7 @@ SPILL_LIMIT = {
 HOPPER_SPILL_LIMIT, HOPPER_CONTEXT_SPILL_LIMIT = 0, 8
 # The backward with products="scores" holds dK and dV of 64 keys at once: numbers that stay the same through its loops
 # are kept there. As seen with Triton 3.6.0 and 3.7.1, 40 bytes at D = 128, two or three of these numbers loaded a tile,
-# and 24 at D = 64, one loaded a tile.
+# and 32 at D = 64, none loaded in the loops.
 HOPPER_SCORES_SPILL_LIMIT = 80
 # Its forward: the address of shared memory and a number of an item, 16 bytes as seen, not loaded in the loop without a
 # mask.

@@ -38,14 +38,14 @@ from sagebwd.kernels import tuning
 from sagebwd.kernels.hopper.descriptors import plain_rows, tokens, vector, whole_rows
 from sagebwd.kernels.hopper.operands import in_16_bit, left_16_bit
 from sagebwd.kernels.hopper.pieces import BLOCK, hand_on, power_of_two, release, seen, start_dp, start_s
-from sagebwd.kernels.hopper.scores_rows import prepare_rows
+from sagebwd.kernels.hopper.scores_rows import LEAST, MOST, MOST_KEYS, Rows, prepare
 from sagebwd.kernels.hopper.tma_add import async_add_shared_to_global
 from sagebwd.kernels.launch import launch
-from sagebwd.kernels.quantise import Quantised
 
 SLOTS = gl.constexpr(2)  # of dS
 WIDTH = gl.constexpr(64)  # columns of dQ that `_third` makes and adds at a time: all 128 would take twice the registers
 TOGETHER = 256  # programs of the heads of which the longest come first: about two for each multiprocessor
+MOST_TILES = gl.constexpr(MOST_KEYS // 64)  # of keys, of a head whose sums are FP16
 SUMS_ROW = gl.constexpr(256)  # of dQ's sums as TMA sees them: the most that its tile may be wide
 
 
@@ -118,7 +118,9 @@ def _add_to_memory(sums_desc, at, staging, x, OTHERS: gl.constexpr):
 
 
 @gluon.jit
-def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D: gl.constexpr, STAGES: gl.constexpr):
+def _third(
+    descs, where, shared, exchange, sums_desc, stagings, exponents, tile, blocks, D: gl.constexpr, STAGES: gl.constexpr
+):
     """Loads everything; of every tile, dQ = dS [64 queries, 128 keys] K, added to memory. tile: the first one of the
     first head in the sums; blocks: tiles of a head there."""
     k_desc, dk_desc, v_desc, _, _, _, _ = descs
@@ -129,6 +131,7 @@ def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D:
     PARTS: gl.constexpr = D // WIDTH
     ROWS: gl.constexpr = BLOCK * WIDTH // SUMS_ROW  # of sums, of a part of a tile
     FLOAT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    HALVES: gl.constexpr = sums_desc.dtype == gl.float16
     mbarrier.expect(once, 2 * BLOCK * D * 3)
     for i in gl.static_range(2):
         tma.async_copy_global_to_shared(k_desc, [kv * n_pad + col + i * BLOCK, 0], once, k_tile.index(i))
@@ -139,6 +142,8 @@ def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D:
     mbarrier.expect(k16_there, 2 * BLOCK * D * 2)  # the first dQ wants it, which is long after the first S
     for i in gl.static_range(2):
         tma.async_copy_global_to_shared(dk_desc, [b, kv_head, col + i * BLOCK, 0], k16_there, k16_tile.index(i))
+    if HALVES:
+        of_head = _of_head(exponents, n_pad // BLOCK)
     mbarrier.wait(k16_there, 0)
     slot = 0
     slot_phase = 0
@@ -149,14 +154,17 @@ def _third(descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D:
             at = tile + head * blocks + u
             mbarrier.wait(ds_full.index(slot), slot_phase)
             mbarrier.wait(full.index(stage), phase)  # long since
-            row_scale = _powers(numbers_ring, stage, gl.SliceLayout(1, FLOAT))
+            if HALVES:
+                row_scale = _powers(numbers_ring, stage, of_head, gl.SliceLayout(1, FLOAT))
             for part in gl.static_range(PARTS):
                 dq = gl.zeros([BLOCK, WIDTH], gl.float32, FLOAT)
                 for w in gl.static_range(2):
                     ds = ds_ring.index(slot * 2 + w).permute((1, 0))
                     k16 = k16_tile.index(w).reshape([BLOCK, D]).slice(part * WIDTH, WIDTH, dim=1)
                     dq = warpgroup_mma(ds, k16, dq, use_acc=w > 0, is_async=True)
-                dq = warpgroup_mma_wait(0, [dq]) * row_scale[:, None]
+                dq = warpgroup_mma_wait(0, [dq])
+                if HALVES:
+                    dq *= row_scale[:, None]
                 if part == PARTS - 1:
                     release(ds_empty, slot)
                     # Loads before the adding: a stage is free soon after its dS has come, the adding can wait.
@@ -195,11 +203,30 @@ def _of_rows(first, second, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _powers(ring, stage, LAYOUT: gl.constexpr):
-    """By what a tile's rows of dQ are multiplied to be added up: two in BF16 in each word."""
+def _of_head(exponents, tiles):
+    """The head's part of its rows' powers (`scores_rows.Rows`), for whoever reads them after this kernel as well: all
+    programs of the head write the same. Each warp takes it for itself."""
+    IN_A_WARP: gl.constexpr = gl.DistributedLinearLayout(
+        [[32], [64], [128], [256]], [[1], [2], [4], [8], [16]], [[0], [0]], [], [MOST_TILES]
+    )
+    at = gl.arange(0, MOST_TILES, IN_A_WARP)
+    of_v = gl.max(gl.load(exponents + (at * 2 + 1), mask=at < tiles, other=-126), 0)  # the least there is
+    of_k = gl.max(gl.load(exponents + (at * 2 + 2), mask=at < tiles, other=-126), 0)
+    of_head = of_v + of_k
+    gl.store(exponents, of_head)
+    return of_head
+
+
+@gluon.jit
+def _power(of_row, of_head):
+    return (gl.minimum(gl.maximum(of_row - of_head, LEAST), MOST) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _powers(ring, stage, of_head, LAYOUT: gl.constexpr):
+    """By what a tile's rows of dQ are multiplied to be added up: the rows' parts are two in each word."""
     both = _half(ring, stage, 4, gl.int32)
-    first, second = (both << 16).to(gl.float32, bitcast=True), (both & -65536).to(gl.float32, bitcast=True)
-    return _of_rows(first, second, LAYOUT)
+    return _of_rows(_power(both & 0xFFFF, of_head), _power(both >> 16, of_head), LAYOUT)
 
 
 @gluon.jit
@@ -353,7 +380,7 @@ def _main(
 
 @gluon.jit(do_not_specialize=["heads", "group", "m", "n", "key_tiles", "kv_total", "section"])
 def hopper_backward_scores(
-    k_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc, dk_desc, dv_desc, sums_desc, k_scale,
+    k_desc, v_desc, q_desc, q16_desc, do_desc, numbers_desc, dk_desc, dv_desc, sums_desc, k_scale, exponents,
     heads, group, m, n, m_pad, n_pad, softmax_scale, factor, key_tiles, kv_total, section,
     CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr, THIRD: gl.constexpr,
 ):  # fmt: skip
@@ -378,6 +405,7 @@ def hopper_backward_scores(
     blocks = m_pad // BLOCK
     tile = kv * group * blocks + lo // BLOCK
     k_scale += kv.to(gl.int64) * (n_pad // BLOCK)
+    exponents += kv.to(gl.int64) * (1 + n_pad // BLOCK * 2)
 
     k_tile = gl.allocate_shared_memory(gl.int8, [2, BLOCK, D], k_desc.layout)
     k16_tile = gl.allocate_shared_memory(dk_desc.dtype, [2, 1, 1, BLOCK, D], dk_desc.layout)
@@ -417,7 +445,7 @@ def hopper_backward_scores(
         [
             (_main, (shared, exchange, tensors, numbers, 0, D, CAUSAL, STAGES)),
             (_main, (shared, exchange, tensors, numbers, 1, D, CAUSAL, STAGES)),
-            (_third, (descs, where, shared, exchange, sums_desc, stagings, tile, blocks, D, STAGES)),
+            (_third, (descs, where, shared, exchange, sums_desc, stagings, exponents, tile, blocks, D, STAGES)),
         ],
         [4, 4], [MAIN, THIRD],
     )  # fmt: skip
@@ -429,27 +457,29 @@ def _section(heads: int, key_tiles: int) -> int:
 
 
 def backward(
-    q8: Quantised, k8: Quantised, q: Tensor, do: Tensor, o: Tensor, lse2: Tensor, v: Tensor, dk: Tensor, dv: Tensor,
+    q: Tensor, k: Tensor, k_mean: Tensor | None, do: Tensor, o: Tensor, lse2: Tensor, v: Tensor, dk: Tensor, dv: Tensor,
     *, causal: bool, softmax_scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Writes dk and dv [B, K, N, D] of a call that `scores.backward_refusal` lets pass; returns the numbers of rows and
-    the sums of dQ, for `scores_rows.round_dq`.
+) -> Rows:  # fmt: skip
+    """Writes dk and dv [B, K, N, D] of a call that `scores.backward_refusal` lets pass; returns the sums of dQ, for
+    `scores_rows.round_dq`.
 
-    q8 and k8 hold rows. q, do and o [B, H, M, D] and v as they came; lse2 [B H, M'] fp32 of the forward. dk holds the
-    smoothed K, which is overwritten: the sums take as much memory as a tensor or two, and K none of its own.
+    q, do and o [B, H, M, D], k and v as they came, k_mean of `mean.key_mean`; lse2 [B H, M'] fp32 of the forward. dk at
+    first gets the smoothed K, which is overwritten: the sums take as much memory as a tensor or two, and K none of its
+    own.
     """
     b, h, m, dim = do.shape
     kv_heads, n = v.shape[1:3]
     tune = tuning.hopper_scores_backward(dim)
-    numbers, sums = prepare_rows(q8.scale, k8.scale, do, o, lse2, v)
+    q8, k8, rows = prepare(q, k, k_mean, v, do, o, lse2, dk)
     block = BLOCK.value
     key_tiles = triton.cdiv(n, 2 * block)
     launch(
         hopper_backward_scores, b * kv_heads * key_tiles,
         (
             whole_rows(k8.rows, block), tokens(v, block), whole_rows(q8.rows, block), tokens(q, block),
-            tokens(do, block), vector(numbers, 4 * block), tokens(dk, block), tokens(dv, block),
-            plain_rows(sums, SUMS_ROW.value, block * WIDTH.value // SUMS_ROW.value), k8.scale,
+            tokens(do, block), vector(rows.numbers, 4 * block), tokens(dk, block), tokens(dv, block),
+            plain_rows(rows.sums, SUMS_ROW.value, block * WIDTH.value // SUMS_ROW.value), k8.scale,
+            rows.exponents,
         ),
         (
             h, h // kv_heads, m, n, q8.rows.shape[1], k8.rows.shape[1], softmax_scale, softmax_scale * tuning.LOG2E,
@@ -457,4 +487,4 @@ def backward(
         ),
         CAUSAL=causal, D=dim, STAGES=tune.stages, MAIN=tune.main, THIRD=tune.third, num_warps=4,
     )  # fmt: skip
-    return numbers, sums
+    return rows

@@ -1,4 +1,4 @@
-"""What `backward_scores` needs of each query row beforehand, and dQ out of the sums that it leaves: one pass each.
+"""What `backward_scores` needs beforehand by one launch, and by another dQ out of the sums that it leaves.
 
 Sums are FP16, each row's times a power of two by which they cannot overflow: |sum of any of a row's dS_ij K_j| <=
 sum_j P_ij |dP_ij - delta_i| max|K| <= 2 max_j |dP_ij| max|K| <= 2 sum_d |dO_id| max|V| max|K|, maxima of a head's
@@ -9,16 +9,38 @@ all their bits down to 2^-29 of the bound; ordinary ones are 2^-8 to 2^-17 of it
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.common import TINY
+from sagebwd.kernels.hopper.scores_operands import BLOCK, new_operand, round_rows
 from sagebwd.kernels.launch import launch
+from sagebwd.kernels.quantise import Quantised
 
-BLOCK = 64
 MOST_KEYS = 32768  # whose sums are FP16: rounding these errs as the square root of the number of additions, 256 then
+LEAST, MOST = tl.constexpr(127 - 113), tl.constexpr(127 + 126)  # biased exponents of powers: FP32 has their inverses
+
+
+class Rows(NamedTuple):
+    """numbers [B H M' / 64 * 256] fp32: of each 64 queries lse2 and delta = rowsum(do * o), both in the order in which
+    a product's threads take them; 127 + 14 less the exponent of each row's sum |dO|, two rows a word; Q's scale 32
+    times. The last 64 are not used: TMA brings powers of 2.
+
+    sums [B H, M' / 64, 64 D]: of dQ, at first zeros, FP16 or FP32.
+
+    exponents [B K, 1 + N' / 64 * 2] int32, for FP16 sums alone: of each 64 keys that of the largest V and that of the
+    largest smoothed K; before them the head's, the sum of its largest of V and its largest of K. That is known when all
+    of `prepare` has ended, and `backward_scores` writes it. A row's number less its head's, kept within LEAST and MOST,
+    is what FP32 has as the exponent of the row's power.
+    """
+
+    numbers: Tensor
+    sums: Tensor
+    exponents: Tensor
 
 
 @triton.jit
@@ -33,38 +55,35 @@ def _finite(x):
     return tl.where(x < float("inf"), x, 0.0)
 
 
-@triton.jit(do_not_specialize=["heads", "n", "tiles"])
-def _largest_values(v, largest, v_b, v_h, v_n, v_d, heads, n, tiles, D: tl.constexpr, BLOCK: tl.constexpr):
-    pid = tl.program_id(0).to(tl.int64)
-    bh = pid // tiles
-    rows = pid % tiles * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, D)
+@triton.jit
+def _key_exponents(
+    v, exponents, k_scale, v_b, v_h, v_n, v_d, pid, heads, n, tiles, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes those of 64 keys, by their V and K's scale."""
+    bh = (pid // tiles).to(tl.int64)
+    rows = (pid % tiles * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    d = tl.arange(0, D).to(tl.int64)
     v += (bh // heads) * v_b + (bh % heads) * v_h
     values = tl.load(v + rows[:, None] * v_n + d[None, :] * v_d, mask=(rows < n)[:, None], other=0.0).to(tl.float32)
-    tl.store(largest + pid, tl.max(tl.max(_finite(tl.abs(values)), 1), 0))
+    exponents += bh * (1 + tiles * 2) + pid % tiles * 2
+    tl.store(exponents + 1, _exponent(tl.max(_finite(tl.abs(values)))))
+    of_k = tl.maximum(127.0 * _finite(k_scale), TINY)  # below it the scale is 0
+    tl.store(exponents + 2, _exponent(of_k))
 
 
 @triton.jit
 def _at_powers(numbers, row, BLOCK: tl.constexpr):
-    """Where a tile's numbers have a row's power of two, in BF16: those of rows g and g + 8 of each 16 are one word."""
+    """Where a tile's numbers have the number of a row's power: those of rows g and g + 8 of each 16 are one word."""
     return (numbers + 2 * BLOCK).to(tl.pointer_type(tl.int16)) + (row // 16 * 16 + row % 8 * 2 + row // 8 % 2)
 
 
 @triton.jit
-def _largest(x, length, WIDTH: tl.constexpr):
-    largest = tl.zeros((WIDTH,), tl.float32)
-    for begin in range(0, length, WIDTH):
-        at = begin + tl.arange(0, WIDTH)
-        largest = tl.maximum(largest, _finite(tl.load(x + at, mask=at < length, other=0.0)))
-    return tl.max(largest, 0)
-
-
-@triton.jit(do_not_specialize=["heads", "m", "tiles", "group", "key_tiles", "k_stride"])
-def _prepare_rows(
-    q_scale, k_scale, do, o, lse2, of_values, numbers, sums, do_b, do_h, do_m, do_d, o_b, o_h, o_m, o_d,
-    heads, m, tiles, group, key_tiles, k_stride, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
+def _rows(
+    do, o, lse2, numbers, sums, q_scale, do_b, do_h, do_m, do_d, o_b, o_h, o_m, o_d, pid, heads, m, tiles,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
+    """The numbers of 64 queries, and zeros for their sums."""
+    pid = pid.to(tl.int64)
     bh = pid // tiles
     inside = tl.arange(0, BLOCK)
     rows = pid % tiles * BLOCK + inside
@@ -79,78 +98,105 @@ def _prepare_rows(
     place = inside // 16 * 16 + inside // 2 % 4 * 4 + inside // 8 % 2 * 2 + inside % 2
     tl.store(numbers + place, tl.load(lse2 + pid * BLOCK + inside))
     tl.store(numbers + BLOCK + place, tl.sum(grads * values, 1))
-    power = tl.zeros((BLOCK,), tl.int32)
-    if HALVES:
-        kv = bh // group
-        of_heads = _exponent(_largest(of_values + kv * key_tiles, key_tiles, 128))
-        of_keys = tl.maximum(127.0 * _largest(k_scale + kv * k_stride, key_tiles, 128), TINY)  # below it the scale is 0
-        of_heads += _exponent(of_keys)
-        power = 14 - _exponent(tl.sum(tl.abs(grads), 1)) - of_heads
-        power = tl.minimum(tl.maximum(power, -113), 126)  # so that FP32 has it and its inverse
-    tl.store(_at_powers(numbers, inside, BLOCK), ((127 + power) << 7).to(tl.int16))
+    of_row = 127 + 14 - _exponent(tl.sum(tl.abs(grads), 1))
+    tl.store(_at_powers(numbers, inside, BLOCK), of_row.to(tl.int16))
     half = tl.arange(0, BLOCK // 2)
-    tl.store(numbers + 5 * (BLOCK // 2) + half, tl.load(q_scale + pid) + tl.zeros((BLOCK // 2,), tl.float32))
+    tl.store(numbers + 5 * (BLOCK // 2) + half, q_scale + tl.zeros((BLOCK // 2,), tl.float32))
     zeros = tl.zeros((BLOCK * D,), sums.dtype.element_ty)
     tl.store(sums + pid * (BLOCK * D) + tl.arange(0, BLOCK * D), zeros)
 
 
-@triton.jit(do_not_specialize=["heads", "m", "tiles"])
+@triton.jit(do_not_specialize=["heads", "kv_heads", "m", "n", "q_tiles", "k_tiles", "q_programs"])
+def _prepare(
+    q, k, v, do, o, mean, lse2, q_out, q_scale, k_out, k_scale, like_k, exponents, numbers, sums,
+    q_b, q_h, q_l, q_d, k_b, k_h, k_l, k_d, v_b, v_h, v_n, v_d, do_b, do_h, do_m, do_d, o_b, o_h, o_m, o_d,
+    like_b, like_h, like_l, like_d, heads, kv_heads, m, n, q_tiles, k_tiles, q_programs,
+    D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Programs in the order of `quantise_both`."""
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    if pid >= q_programs:
+        pid -= q_programs
+        scale = round_rows(
+            k, mean, like_k, k_out, k_scale, None, k_b, k_h, k_l, k_d, like_b, like_h, like_l, like_d,
+            pid, kv_heads, n, k_tiles, D, BLOCK,
+        )  # fmt: skip
+        if HALVES:
+            _key_exponents(v, exponents, scale, v_b, v_h, v_n, v_d, pid, kv_heads, n, k_tiles, D, BLOCK)
+    else:
+        scale = round_rows(
+            q, None, None, q_out, q_scale, None, q_b, q_h, q_l, q_d, 0, 0, 0, 0, pid, heads, m, q_tiles, D, BLOCK
+        )  # fmt: skip
+        _rows(
+            do, o, lse2, numbers, sums, scale, do_b, do_h, do_m, do_d, o_b, o_h, o_m, o_d, pid, heads, m, q_tiles,
+            D, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "m", "tiles", "group", "of_head"])
 def _round_dq(
-    numbers, sums, dq, dq_b, dq_h, dq_m, dq_d, heads, m, tiles, scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, J: tl.constexpr,
+    numbers, sums, exponents, dq, dq_b, dq_h, dq_m, dq_d, heads, m, tiles, group, of_head, scale,
+    D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums are read as they lie, and put in order as they are: read in the order of dQ, a warp's 32 pieces of
     8 bytes would lie in 16 lines of memory."""
     pid = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the last sums were added to last: L2 has them
     bh = pid // tiles
+    J: tl.constexpr = 2 if HALVES else 1
     values = tl.load(sums + pid * (BLOCK * D) + tl.arange(0, BLOCK * D))
     values = tl.reshape(values, (D // (8 * J), BLOCK // 16, 8, 4, J, 2, 2))  # h, w, g, t, j, i, e
     values = tl.reshape(tl.permute(values, (1, 5, 2, 0, 4, 3, 6)), (BLOCK, D))
     inside = tl.arange(0, BLOCK)
-    power = tl.load(_at_powers(numbers + pid * (4 * BLOCK), inside, BLOCK)).to(tl.int32)
-    factor = (((254 << 7) - power) << 16).to(tl.float32, bitcast=True)  # its inverse
-    values = (values.to(tl.float32) * scale * factor[:, None]).to(dq.dtype.element_ty)
+    values = values.to(tl.float32) * scale
+    if HALVES:
+        biased = tl.load(_at_powers(numbers + pid * (4 * BLOCK), inside, BLOCK)).to(tl.int32)
+        biased = tl.minimum(tl.maximum(biased - tl.load(exponents + bh // group * of_head), LEAST), MOST)
+        values *= ((254 - biased) << 23).to(tl.float32, bitcast=True)[:, None]  # the power's inverse
     rows = pid % tiles * BLOCK + inside[:, None]
     d = tl.arange(0, D)[None, :]
     dq += (bh // heads) * dq_b + (bh % heads) * dq_h
-    tl.store(dq + rows * dq_m + d * dq_d, values, mask=rows < m)
+    tl.store(dq + rows * dq_m + d * dq_d, values.to(dq.dtype.element_ty), mask=rows < m)
 
 
-def prepare_rows(
-    q_scale: Tensor, k_scale: Tensor, do: Tensor, o: Tensor, lse2: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """numbers [B H M' / 64 * 256] fp32: of each 64 queries lse2 and delta = rowsum(do * o), both in the order in which
-    a product's threads take them; the power of two of each row's sums, in BF16, two rows a word; their scale 32 times.
-    The last 64 are not used: TMA brings powers of 2. sums [B H, M' / 64, 64 D]: zeros, FP16 or FP32.
+def prepare(
+    q: Tensor, k: Tensor, k_mean: Tensor | None, v: Tensor, do: Tensor, o: Tensor, lse2: Tensor, smoothed_to: Tensor
+) -> tuple[Quantised, Quantised, Rows]:
+    """`quantise_both` of q and k, of which what is left goes to `smoothed_to` as well, and the rows', by one launch.
 
-    q_scale [B H, M' / 64], k_scale [B K, N' / 64] of the smoothed K, do and o [B, H, M, D], v [B, K, N, D] (any
-    strides), lse2 [B H, M'] fp32.
+    q, do and o [B, H, M, D], k, v and smoothed_to [B, K, N, D] (any strides), lse2 [B H, M'] fp32.
     """
-    b, h, m, dim = do.shape
-    kv_heads, n = v.shape[1:3]
-    tiles, key_tiles, halves = q_scale.shape[1], triton.cdiv(n, BLOCK), n <= MOST_KEYS
-    numbers = q_scale.new_empty(b * h * tiles * 4 * BLOCK)
-    sums = q_scale.new_empty((b * h, tiles, BLOCK * dim), dtype=torch.float16 if halves else torch.float32)
-    of_values = q_scale.new_empty((b * kv_heads, key_tiles))
-    if halves:
-        launch(
-            _largest_values, b * kv_heads * key_tiles, (v, of_values), (*v.stride(), kv_heads, n, key_tiles),
-            D=dim, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+    (b, h, m, dim), (_, kv_heads, n, _) = q.shape, k.shape
+    q8, k8 = new_operand(q), new_operand(k)
+    (q_tiles, k_tiles), halves = (x.scale.shape[1] for x in (q8, k8)), n <= MOST_KEYS
+    rows = Rows(
+        lse2.new_empty(b * h * q_tiles * 4 * BLOCK),
+        lse2.new_empty((b * h, q_tiles, BLOCK * dim), dtype=torch.float16 if halves else torch.float32),
+        lse2.new_empty((b * kv_heads, 1 + k_tiles * 2), dtype=torch.int32),
+    )
+    q_programs = b * h * q_tiles
     launch(
-        _prepare_rows, b * h * tiles, (q_scale, k_scale, do, o, lse2, of_values, numbers, sums),
-        (*do.stride(), *o.stride(), h, m, tiles, h // kv_heads, key_tiles, k_scale.shape[1]),
-        D=dim, BLOCK=BLOCK, HALVES=halves, num_warps=4,
+        _prepare, q_programs + b * kv_heads * k_tiles,
+        (
+            q, k, v, do, o, k_mean, lse2, q8.rows, q8.scale, k8.rows, k8.scale, smoothed_to,
+            rows.exponents, rows.numbers, rows.sums,
+        ),
+        (
+            *q.stride(), *k.stride(), *v.stride(), *do.stride(), *o.stride(), *smoothed_to.stride(),
+            h, kv_heads, m, n, q_tiles, k_tiles, q_programs,
+        ),
+        # As `quantise_both`.
+        D=dim, BLOCK=BLOCK, HALVES=halves, num_warps=4, enable_fp_fusion=False, maxnreg=128,
     )  # fmt: skip
-    return numbers, sums
+    return q8, k8, rows
 
 
-def round_dq(numbers: Tensor, sums: Tensor, dq: Tensor, scale: float) -> None:
+def round_dq(rows: Rows, dq: Tensor, scale: float) -> None:
     """Writes dq [B, H, M, D] (any strides) = scale times its sums. They lie as `backward_scores` adds to them: a tile's
     parts one after the other, each in the order of `_add_to_memory`, which so is the order of the whole tile."""
     b, h, m, dim = dq.shape
-    tiles = sums.shape[1]
+    tiles = rows.sums.shape[1]
     launch(
-        _round_dq, b * h * tiles, (numbers, sums, dq), (*dq.stride(), h, m, tiles, scale),
-        D=dim, BLOCK=BLOCK, J=2 if sums.dtype == torch.float16 else 1, num_warps=4,
+        _round_dq, b * h * tiles, (rows.numbers, rows.sums, rows.exponents, dq),
+        (*dq.stride(), h, m, tiles, b * h // len(rows.exponents), rows.exponents.shape[1], scale),
+        D=dim, BLOCK=BLOCK, HALVES=rows.sums.dtype == torch.float16, num_warps=4,
     )  # fmt: skip

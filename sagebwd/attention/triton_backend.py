@@ -82,7 +82,7 @@ def forward(
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
     if on_hopper and config.products == "scores":
         k_mean = key_mean(k, None) if config.smooth_k else None
-        q8, k8 = quantise_both(q, k, k_mean, norms=True)
+        q8, k8 = quantise_both(q, k, k_mean)
         o = torch.empty_like(q)
         lse2 = hopper_forward_scores.forward(q8, k8, v, o, causal=causal, softmax_scale=softmax_scale)
         return o, (v, o, lse2, None, None, None, None, None, q, k, k_mean)
@@ -140,12 +140,10 @@ def _backward_of_scores(
     sizes = {"queries": do.shape[-2], "keys": v.shape[-2], "causal": causal, "window": window}
     tensors = {"Q": q, "dK": dk, "dV": dv}
     if backward_kernels.on_hopper(do, v, config, **sizes, packed=packed is not None, **tensors):
-        q8, k8 = quantise_both(q, k, k_mean, smoothed_to=dk)
         options = {"causal": causal, "softmax_scale": softmax_scale}
-        numbers, sums = hopper_backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
-        del q8, k8  # before dQ is made, so that the peak is no higher than SDPA's
-        dq = torch.empty_like(o)
-        round_dq(numbers, sums, dq, softmax_scale)
+        rows = hopper_backward_scores.backward(q, k, k_mean, do, o, lse2, v, dk, dv, **options)
+        dq = torch.empty_like(o)  # when INT8 Q and K are gone, so that the peak is no higher than SDPA's
+        round_dq(rows, dq, softmax_scale)
         return dq, dk, dv
     documents, window = _tables(packed, o, v), _clipped(window, v)
     of_q, of_k = (None, None) if documents is None else documents

@@ -10,6 +10,7 @@ import torch
 from sagebwd.attention import QuantConfig, reference, triton_backend
 from sagebwd.kernels import hopper
 from sagebwd.kernels.hopper.scores_operands import quantise_both
+from sagebwd.kernels.hopper.scores_rows import prepare
 from sagebwd.kernels.mean import key_mean
 from sagebwd.kernels.packing import Packed, tables
 from sagebwd.kernels.quantise import quantise
@@ -122,23 +123,26 @@ def integers_are_the_reference_s(device, dtype):
 
 
 def q_and_k_are_quantised_as_one_by_one(device, dim, smooth, dtype):
-    """Bit for bit, from views of any strides; a NaN in a tile is its scale."""
+    """Bit for bit, from views of any strides, by the forward's launch and by the backward's; a NaN in a tile is its
+    scale."""
     q, k, _, _ = inputs(100, 260, dim, 4, 2, batch=2, dtype=dtype, device=device)
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
     k[0, 1, 70, 3] = torch.nan
     with interpreter(device):
         k_mean = key_mean(k.nan_to_num(), None) if smooth else None
         smoothed = torch.full_like(k, -1)
-        q8, k8 = quantise_both(q, k, k_mean, smoothed_to=smoothed, norms=True)
+        both = quantise_both(q, k, k_mean)
+        *of_backward, _ = prepare(q, k, k_mean, k, q, q, q.new_zeros(8, 128, dtype=torch.float32), smoothed)
         expected_q, _ = quantise(q, 64, rows=True, columns=False)
         expected_k, _ = quantise(k, 64, rows=True, columns=False, mean=k_mean, smoothed=True)
-    assert torch.equal(q8.rows, expected_q.rows)
-    assert torch.equal(q8.scale, expected_q.scale)
-    assert k8.scale.isnan().nonzero().tolist() == [[1, 1]]
-    assert torch.equal(k8.scale.nan_to_num(), expected_k.scale.nan_to_num())
-    sound = ~k8.scale.isnan().repeat_interleave(64, 1)  # what NaN becomes as an integer does not matter
-    assert torch.equal(k8.rows[sound], expected_k.rows[sound])
-    for x8 in (q8, k8):
+    for q8, k8 in (both, of_backward):
+        assert torch.equal(q8.rows, expected_q.rows)
+        assert torch.equal(q8.scale, expected_q.scale)
+        assert k8.scale.isnan().nonzero().tolist() == [[1, 1]]
+        assert torch.equal(k8.scale.nan_to_num(), expected_k.scale.nan_to_num())
+        sound = ~k8.scale.isnan().repeat_interleave(64, 1)  # what NaN becomes as an integer does not matter
+        assert torch.equal(k8.rows[sound], expected_k.rows[sound])
+    for x8 in both:
         largest = x8.rows.double().norm(dim=2).unflatten(1, (-1, 64)).amax(2) * x8.scale
         assert x8.norm.isnan().equal(x8.scale.isnan())
         assert (x8.norm.double() / largest).nan_to_num(1.0).sub(1).abs().max() < 1e-6

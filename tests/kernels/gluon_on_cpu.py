@@ -242,7 +242,7 @@ def _load(pointer, mask=None, other=0):
 
 
 def _store(pointer, values, mask=None):
-    at = pointer.offset.expand(values.data.shape)
+    at = torch.as_tensor(pointer.offset).expand(values.data.shape)
     seen = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data.expand(at.shape)
     pointer.memory[at[seen]] = values.data[seen].to(pointer.memory.dtype)
 
@@ -416,6 +416,12 @@ def _patched(module: ModuleType) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+def call(module: ModuleType, name: str, *args):
+    """A device function of `module` by itself; a tensor is in memory, a Value in registers."""
+    with _patched(module):
+        return getattr(module, name)(*(x if isinstance(x, Value) else _argument(x) for x in args))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from tests.attention import cases
 from tests.attention.cases import TIGHT, by_reference
 from tests.attention.helpers import assert_close, inputs, rel_l2
 from tests.kernels import gluon_on_cpu
-from tests.kernels.gluon_on_cpu import on_cpu
+from tests.kernels.gluon_on_cpu import Value, call, on_cpu
 
 SCORES = QuantConfig(products="scores")
 PLAIN = {"window": False, "packed": False}
@@ -152,16 +152,25 @@ def test_the_kernels_are_named(launched, monkeypatch):
 
 
 def prepared(q, k, v, do, lse2):
-    """Numbers and sums; O is Q here."""
-    q8, _ = quantise.quantise(q, 64, rows=True, columns=False)
-    k8, _ = quantise.quantise(k, 64, rows=True, columns=False)
-    return q8.scale, scores_rows.prepare_rows(q8.scale, k8.scale, do, q, lse2, v)
+    """Q's scale and the rows; O is Q here."""
+    q8, _, rows = scores_rows.prepare(q, k, None, v, do, q, lse2, torch.empty_like(k))
+    return q8.scale, rows
 
 
-def powers_of(numbers):
-    """[tiles, 64] in their rows' order, of words of rows g and g + 8."""
+def parts_of(numbers):
+    """[tiles, 64] int32: the rows' parts of their powers in the rows' order, of words of rows g and g + 8."""
     words = numbers.unflatten(0, (-1, 4, 64))[:, 2, :32].contiguous()
-    return words.view(torch.bfloat16).unflatten(1, (4, 8, 2)).transpose(2, 3).flatten(1).float()
+    return words.view(torch.int16).unflatten(1, (4, 8, 2)).transpose(2, 3).flatten(1).int()
+
+
+def powers_of(rows):
+    """[tiles, 64]: what `backward_scores` multiplies by; it leaves each head's part for `round_dq`."""
+    powers = []
+    for exponents, parts in zip(rows.exponents, parts_of(rows.numbers).chunk(len(rows.exponents)), strict=True):
+        of_head = call(backward_scores, "_of_head", exponents, len(exponents) // 2)
+        assert int(of_head) == exponents[0]
+        powers.append(call(backward_scores, "_power", Value(parts), of_head).data)
+    return torch.cat(powers)
 
 
 @pytest.mark.parametrize("dim", scores.DIMS)
@@ -172,7 +181,8 @@ def test_rows_are_prepared_and_dq_is_put_in_order(dim, halves, monkeypatch):
     q, k, v, do = inputs(100, 70, dim, 2, 1, batch=2, dtype=torch.float16)
     q, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, do))
     lse2 = torch.randn(4, 128)
-    scale, (numbers, sums) = prepared(q, k, v, do, lse2)
+    scale, rows = prepared(q, k, v, do, lse2)
+    numbers, sums, _ = rows
     delta = pad((do.float() * q.float()).sum(-1), (0, 28)).reshape(8, 64)
     of_tiles = numbers.unflatten(0, (8, 4, 64))
     of_columns = of_tiles[:, :2].unflatten(2, (4, 4, 2, 2)).transpose(3, 4).flatten(2)  # 16c + 4t + 2b + e
@@ -181,13 +191,13 @@ def test_rows_are_prepared_and_dq_is_put_in_order(dim, halves, monkeypatch):
     assert torch.equal(of_tiles[:, 2, 32:], scale.reshape(8, 1).expand(8, 32))
     assert sums.dtype == (torch.float16 if halves else torch.float32)
     assert not sums.any()
-    power = powers_of(numbers).reshape(4, 128, 1)
+    power = powers_of(rows).reshape(4, 128, 1) if halves else 1
     wanted = torch.randn(4, 128, dim).half()
     j = 2 if halves else 1
     for_thread = wanted.reshape(4, 2, 4, 2, 8, dim // 8 // j, j, 4, 2)  # head, tile, w, i, g, h, j, t, e
     sums.copy_(for_thread.permute(0, 1, 5, 2, 4, 7, 6, 3, 8).reshape(sums.shape))
     dq = torch.full_like(q, torch.nan)
-    scores_rows.round_dq(numbers, sums, dq, 0.5)
+    scores_rows.round_dq(rows, dq, 0.5)
     assert torch.equal(dq.flatten(0, 1), (wanted.float() / power * 0.5)[:, :100].half())
 
 
@@ -200,8 +210,8 @@ def test_the_power_of_two_of_a_row_bounds_its_sums(of_do, of_v, of_k, exact):
     q, k, v, do = inputs(100, 300, 64, 2, 1, batch=2, dtype=torch.bfloat16)
     do = do * 2.0 ** torch.linspace(-20, 20, 100)[:, None].round()
     do, v, k = ((x * 2.0**power).bfloat16() for x, power in ((do, of_do), (v, of_v), (k, of_k)))
-    _, (numbers, _) = prepared(q, k, v, do, torch.randn(4, 128))
-    power = powers_of(numbers).reshape(4, 128)[:, :100].double().log2()
+    _, rows = prepared(q, k, v, do, torch.randn(4, 128))
+    power = powers_of(rows).reshape(4, 128)[:, :100].double().log2()
     assert torch.equal(power, power.round())
     largest = (x.double().abs().amax((1, 2, 3)).log2().repeat_interleave(2)[:, None] for x in (k, v))
     bound = 1 + do.double().abs().sum(-1).flatten(0, 1).log2() + sum(largest) + power
@@ -211,8 +221,42 @@ def test_the_power_of_two_of_a_row_bounds_its_sums(of_do, of_v, of_k, exact):
 
 def test_rows_of_zeros_have_a_power_of_two_as_well():
     q, k, v, do = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(4))
-    _, (numbers, _) = prepared(q, k, v, do, torch.zeros(1, 64))
-    assert (powers_of(numbers) == 2.0**126).all()
+    _, rows = prepared(q, k, v, do, torch.zeros(1, 128))
+    assert (powers_of(rows) == 2.0**126).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of Triton's interpreter
+@pytest.mark.parametrize("n", [65, 1000])
+def test_the_power_of_two_of_a_row_is_what_the_formula_says(n):
+    """14 less the exponents of its own sum |dO|, and of its head's largest finite |V| and |K|, as FP32 has it."""
+    q, k, v, do = inputs(100, n, 64, 6, 3, dtype=torch.bfloat16)
+    do = torch.randint(-8, 9, do.shape).bfloat16()  # of which any order of addition makes the same sum
+    do[:, :, 3] = 0
+    do[:, :, 5, 7], do[:, :, 6, 7], do[:, :, 7, 7] = torch.inf, -torch.inf, torch.nan
+    for row, power in ((11, 110), (12, 60), (13, -60), (14, -125)):
+        do[:, :, row] *= 2.0**power
+    v[:, 0] *= torch.linspace(1, 300, n)[:, None].bfloat16()
+    v[:, 0, 64, 1], v[:, 0, 64, 2], v[:, 0, 1, 3] = torch.nan, -torch.inf, torch.inf
+    v[:, 1] = 0
+    v[:, 2], k[:, 2] = v[:, 2] * 2.0**40, k[:, 2] * 1e-35  # K below what has a scale
+    k[:, 0, 64, 1] = torch.nan
+    _, k8, rows = scores_rows.prepare(q, k, None, v, do, q, torch.zeros(6, 128), torch.empty_like(k))
+
+    def exponent(x):
+        found = x.float().frexp().exponent.clamp_min(-126)
+        return torch.where(x.isfinite(), torch.where(x == 0, -126, found), 129)
+
+    finite = v.float().abs().nan_to_num(0, 0, 0).amax((2, 3))[0]
+    of_k = (127 * k8.scale.nan_to_num(0, 0, 0).amax(1)).clamp_min(1e-30)
+    of_head = (exponent(finite) + exponent(of_k)).repeat_interleave(2)
+    of_row = pad(exponent(do.float().abs().sum(-1))[0], (0, 28), value=-126)
+    power = (14 - of_row - of_head[:, None]).clamp(-113, 126)
+    assert {-113, 126} <= set(power.flatten().tolist())
+    assert torch.equal(powers_of(rows).reshape(6, 128), 2.0**power)
+    rows.sums.fill_(1)  # and dQ by the inverse, to the bit
+    dq = torch.empty(1, 6, 100, 64)
+    scores_rows.round_dq(rows, dq, 1.0)
+    assert torch.equal(dq[0, :, :, 0], 2.0 ** -power[:, :100])
 
 
 @pytest.mark.parametrize("dim", scores.DIMS)
@@ -247,12 +291,12 @@ def run_here(q, k, v, do, causal, smooth_k=True):
     o, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
     options = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5}
     k_mean = mean.key_mean(k, None) if smooth_k else None
-    q8, k8 = scores_operands.quantise_both(q, k, k_mean, smoothed_to=dk, norms=True)
+    q8, k8 = scores_operands.quantise_both(q, k, k_mean)
     with on_cpu(forward_scores, forward_scores, operands, pieces, schedule):
         lse2 = forward_scores.forward(q8, k8, v, o, **options)
     with on_cpu(backward_scores, backward_scores, operands, pieces):
-        numbers, sums = backward_scores.backward(q8, k8, q, do, o, lse2, v, dk, dv, **options)
-    scores_rows.round_dq(numbers, sums, dq, options["softmax_scale"])
+        rows = backward_scores.backward(q, k, k_mean, do, o, lse2, v, dk, dv, **options)
+    scores_rows.round_dq(rows, dq, options["softmax_scale"])
     return o, dq, dk, dv
 
 
