@@ -14,13 +14,15 @@ from sagebwd.kernels.common import SLOT, document, padded_dim, padded_rows
 from sagebwd.kernels.launch import launch
 from sagebwd.kernels.packing import ROW_PADDING
 
+SUMMED = 32  # tokens at a time
 
-@triton.jit(do_not_specialize=["heads", "length", "slots"])
-def _slot_sums(
-    x, sums, documents, x_b, x_h, x_l, x_d, heads, length, slots,
+
+@triton.jit
+def sum_slot(
+    x, sums, documents, x_b, x_h, x_l, x_d, pid, heads, length, slots,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    """The sums of slot `pid` of all heads' x."""
     bh = (pid // slots).to(tl.int64)
     slot = pid % slots
     start = slot * SLOT
@@ -36,6 +38,14 @@ def _slot_sums(
         at = x + l.to(tl.int64)[:, None] * x_l + d.to(tl.int64)[None, :] * x_d
         total += tl.load(at, mask=(l < length)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
     tl.store(sums + (bh * slots + slot) * DP + d, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["heads", "length", "slots"])
+def _slot_sums(
+    x, sums, documents, x_b, x_h, x_l, x_d, heads, length, slots,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    sum_slot(x, sums, documents, x_b, x_h, x_l, x_d, tl.program_id(0), heads, length, slots, D, DP, ROWS)
 
 
 @triton.jit(do_not_specialize=["length", "slots"])
@@ -74,7 +84,7 @@ def key_sums(x: Tensor, documents: Tensor | None = None) -> Tensor:
     dp = padded_dim(dim)
     sums = x.new_empty((b * h, slots, dp), dtype=torch.float32)
     tensors, numbers = (x, sums, documents), (*x.stride(), h, length, slots)
-    launch(_slot_sums, b * h * slots, tensors, numbers, D=dim, DP=dp, ROWS=32, num_warps=4)
+    launch(_slot_sums, b * h * slots, tensors, numbers, D=dim, DP=dp, ROWS=SUMMED, num_warps=4)
     return sums
 
 

@@ -1,4 +1,4 @@
-"""Q and K in INT8 by one launch: what the forward with products="scores" on Hopper begins with."""
+"""Q and K in INT8, and K's sums: what the forward with products="scores" on Hopper begins with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from torch import Tensor
 
 from sagebwd.kernels.common import padded_rows
 from sagebwd.kernels.launch import launch
+from sagebwd.kernels.mean import SUMMED, sum_slot
+from sagebwd.kernels.packing import ROW_PADDING
 from sagebwd.kernels.quantise import Quantised, check_size, round_tile
 
 BLOCK = 64
+# As in `quantise`. At 138 registers, which rounding would take otherwise, a multiprocessor holds 3 programs, not 4.
+OPTIONS = {"BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False, "maxnreg": 128}
 
 
 @triton.jit
@@ -44,21 +48,27 @@ def round_rows(
     return scale
 
 
-@triton.jit(do_not_specialize=["heads", "kv_heads", "m", "n", "q_tiles", "k_tiles", "q_programs"])
-def _quantise_both(
-    q, k, mean, q_out, q_scale, q_norm, k_out, k_scale, k_norm, q_b, q_h, q_l, q_d, k_b, k_h, k_l, k_d,
-    heads, kv_heads, m, n, q_tiles, k_tiles, q_programs, D: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["heads", "kv_heads", "m", "n", "q_tiles", "slots", "q_programs"])
+def _round_q_and_sum_k(
+    q, k, q_out, q_scale, q_norm, sums, q_b, q_h, q_l, q_d, k_b, k_h, k_l, k_d,
+    heads, kv_heads, m, n, q_tiles, slots, q_programs, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    if pid >= q_programs:
-        round_rows(
-            k, mean, None, k_out, k_scale, k_norm, k_b, k_h, k_l, k_d, 0, 0, 0, 0, pid - q_programs, kv_heads, n,
-            k_tiles, D, BLOCK,
-        )  # fmt: skip
-    else:
+    pid = tl.program_id(0)
+    if pid < q_programs:
+        pid = q_programs - 1 - pid
         round_rows(
             q, None, None, q_out, q_scale, q_norm, q_b, q_h, q_l, q_d, 0, 0, 0, 0, pid, heads, m, q_tiles, D, BLOCK
         )  # fmt: skip
+    elif k is not None:
+        sum_slot(k, sums, None, k_b, k_h, k_l, k_d, pid - q_programs, kv_heads, n, slots, D, D, ROWS)
+
+
+@triton.jit(do_not_specialize=["heads", "n", "tiles"])
+def _round_k(
+    k, mean, k_out, k_scale, k_norm, k_b, k_h, k_l, k_d, heads, n, tiles, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    round_rows(k, mean, None, k_out, k_scale, k_norm, k_b, k_h, k_l, k_d, 0, 0, 0, 0, pid, heads, n, tiles, D, BLOCK)
 
 
 def new_operand(x: Tensor, *, norm: bool = False) -> Quantised:
@@ -71,20 +81,34 @@ def new_operand(x: Tensor, *, norm: bool = False) -> Quantised:
     return Quantised(rows, None, scale, None, norm=torch.empty_like(scale) if norm else None)
 
 
-def quantise_both(q: Tensor, k: Tensor, k_mean: Tensor | None) -> tuple[Quantised, Quantised]:
-    """`quantise` of q [B, H, M, D] and of k [B, K, N, D], less k_mean, for D of 64 or 128 and blocks of 64 rows.
+def quantise_q(q: Tensor, k: Tensor | None) -> tuple[Quantised, Tensor | None]:
+    """`quantise` of q [B, H, M, D], for D of 64 or 128 and blocks of 64 rows, and `mean.key_sums` of k [B, K, N, D], if
+    there is one: memory is as busy with both as with one of them.
 
-    k comes first, and its end before its beginning: what has read it for the mean left that in L2. q's first heads come
-    last: who attends begins with those.
+    q's first heads come last but for k: who attends begins with those.
     """
-    (_, h, m, dim), (_, kv_heads, n, _) = q.shape, k.shape
-    q8, k8 = new_operand(q, norm=True), new_operand(k, norm=True)
+    _, h, m, dim = q.shape
+    q8, sums, kv_heads, n, slots = new_operand(q, norm=True), None, 1, 0, 0
+    if k is not None:
+        b, kv_heads, n = k.shape[:3]
+        slots = padded_rows(n) // ROW_PADDING
+        sums = k.new_empty((b * kv_heads, slots, dim), dtype=torch.float32)
     q_programs = q8.scale.numel()
     launch(
-        _quantise_both, q_programs + k8.scale.numel(),
-        (q, k, k_mean, q8.rows, q8.scale, q8.norm, k8.rows, k8.scale, k8.norm),
-        (*q.stride(), *k.stride(), h, kv_heads, m, n, q8.scale.shape[1], k8.scale.shape[1], q_programs),
-        # As in `quantise`. At 138 registers, which it would take otherwise, a multiprocessor holds 3 programs, not 4.
-        D=dim, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False, maxnreg=128,
+        _round_q_and_sum_k, q_programs + (0 if sums is None else sums.shape[0] * slots),
+        (q, k, q8.rows, q8.scale, q8.norm, sums),
+        (*q.stride(), *(q if k is None else k).stride(), h, kv_heads, m, n, q8.scale.shape[1], slots, q_programs),
+        ROWS=SUMMED, **OPTIONS, D=dim,
     )  # fmt: skip
-    return q8, k8
+    return q8, sums
+
+
+def quantise_k(k: Tensor, k_mean: Tensor | None) -> Quantised:
+    """`quantise` of k [B, K, N, D] less k_mean, its end before its beginning: what has read it for the mean left that
+    in L2."""
+    k8 = new_operand(k, norm=True)
+    launch(
+        _round_k, k8.scale.numel(), (k, k_mean, k8.rows, k8.scale, k8.norm),
+        (*k.stride(), *k.shape[1:3], k8.scale.shape[1]), **OPTIONS, D=k.shape[3],
+    )  # fmt: skip
+    return k8

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.common import TINY
-from sagebwd.kernels.hopper.scores_operands import BLOCK, new_operand, round_rows
+from sagebwd.kernels.hopper.scores_operands import BLOCK, OPTIONS, new_operand, round_rows
 from sagebwd.kernels.launch import launch
 from sagebwd.kernels.quantise import Quantised
 
@@ -113,7 +113,7 @@ def _prepare(
     like_b, like_h, like_l, like_d, heads, kv_heads, m, n, q_tiles, k_tiles, q_programs,
     D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Programs in the order of `quantise_both`."""
+    """K comes first, and its end before its beginning; q's first heads come last, as the rows that are wanted first."""
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if pid >= q_programs:
         pid -= q_programs
@@ -161,7 +161,8 @@ def _round_dq(
 def prepare(
     q: Tensor, k: Tensor, k_mean: Tensor | None, v: Tensor, do: Tensor, o: Tensor, lse2: Tensor, smoothed_to: Tensor
 ) -> tuple[Quantised, Quantised, Rows]:
-    """`quantise_both` of q and k, of which what is left goes to `smoothed_to` as well, and the rows', by one launch.
+    """`quantise` of q and of k less k_mean, of which what is left goes to `smoothed_to` as well, and the rows', by one
+    launch.
 
     q, do and o [B, H, M, D], k, v and smoothed_to [B, K, N, D] (any strides), lse2 [B H, M'] fp32.
     """
@@ -184,8 +185,7 @@ def prepare(
             *q.stride(), *k.stride(), *v.stride(), *do.stride(), *o.stride(), *smoothed_to.stride(),
             h, kv_heads, m, n, q_tiles, k_tiles, q_programs,
         ),
-        # As `quantise_both`.
-        D=dim, BLOCK=BLOCK, HALVES=halves, num_warps=4, enable_fp_fusion=False, maxnreg=128,
+        D=dim, HALVES=halves, **OPTIONS,
     )  # fmt: skip
     return q8, k8, rows
 

@@ -15,9 +15,9 @@ from sagebwd.kernels.hopper import forward as hopper_forward
 from sagebwd.kernels.hopper import forward_scores as hopper_forward_scores
 from sagebwd.kernels.hopper import scores as hopper_scores
 from sagebwd.kernels.hopper.backward import backward_refusal
-from sagebwd.kernels.hopper.scores_operands import quantise_both
+from sagebwd.kernels.hopper.scores_operands import quantise_k, quantise_q
 from sagebwd.kernels.hopper.scores_rows import round_dq
-from sagebwd.kernels.mean import key_mean
+from sagebwd.kernels.mean import key_mean, mean_of
 from sagebwd.kernels.packing import Packed, Tables, tables
 from sagebwd.kernels.quantise import Quantised, quantise, transpose
 
@@ -81,8 +81,9 @@ def forward(
     on_hopper = takes_hopper(q, config, queries=q.shape[-2], keys=k.shape[-2], v=v, **mask)
     options = {"causal": causal, "softmax_scale": softmax_scale, "config": config}
     if on_hopper and config.products == "scores":
-        k_mean = key_mean(k, None) if config.smooth_k else None
-        q8, k8 = quantise_both(q, k, k_mean)
+        q8, sums = quantise_q(q, k if config.smooth_k else None)
+        k_mean = None if sums is None else mean_of(sums, k.shape[2])
+        k8 = quantise_k(k, k_mean)
         o = torch.empty_like(q)
         lse2 = hopper_forward_scores.forward(q8, k8, v, o, causal=causal, softmax_scale=softmax_scale)
         return o, (v, o, lse2, None, None, None, None, None, q, k, k_mean)

@@ -9,9 +9,9 @@ import torch
 
 from sagebwd.attention import QuantConfig, reference, triton_backend
 from sagebwd.kernels import hopper
-from sagebwd.kernels.hopper.scores_operands import quantise_both
+from sagebwd.kernels.hopper.scores_operands import quantise_k, quantise_q
 from sagebwd.kernels.hopper.scores_rows import prepare
-from sagebwd.kernels.mean import key_mean
+from sagebwd.kernels.mean import key_mean, key_sums
 from sagebwd.kernels.packing import Packed, tables
 from sagebwd.kernels.quantise import quantise
 from tests.attention.helpers import assert_close, inputs, run, truth
@@ -123,7 +123,7 @@ def integers_are_the_reference_s(device, dtype):
 
 
 def q_and_k_are_quantised_as_one_by_one(device, dim, smooth, dtype):
-    """Bit for bit, from views of any strides, by the forward's launch and by the backward's; a NaN in a tile is its
+    """Bit for bit, from views of any strides, by the forward's launches and by the backward's; a NaN in a tile is its
     scale."""
     q, k, _, _ = inputs(100, 260, dim, 4, 2, batch=2, dtype=dtype, device=device)
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
@@ -131,7 +131,10 @@ def q_and_k_are_quantised_as_one_by_one(device, dim, smooth, dtype):
     with interpreter(device):
         k_mean = key_mean(k.nan_to_num(), None) if smooth else None
         smoothed = torch.full_like(k, -1)
-        both = quantise_both(q, k, k_mean)
+        q8, sums = quantise_q(q, k if smooth else None)
+        both = q8, quantise_k(k, k_mean)
+        if smooth:
+            assert torch.equal(sums.nan_to_num(), key_sums(k).nan_to_num())
         *of_backward, _ = prepare(q, k, k_mean, k, q, q, q.new_zeros(8, 128, dtype=torch.float32), smoothed)
         expected_q, _ = quantise(q, 64, rows=True, columns=False)
         expected_k, _ = quantise(k, 64, rows=True, columns=False, mean=k_mean, smoothed=True)

@@ -290,8 +290,9 @@ def run_here(q, k, v, do, causal, smooth_k=True):
     """O, dQ, dK and dV by both kernels."""
     o, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
     options = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5}
-    k_mean = mean.key_mean(k, None) if smooth_k else None
-    q8, k8 = scores_operands.quantise_both(q, k, k_mean)
+    q8, sums = scores_operands.quantise_q(q, k if smooth_k else None)
+    k_mean = mean.mean_of(sums, k.shape[2]) if smooth_k else None
+    k8 = scores_operands.quantise_k(k, k_mean)
     with on_cpu(forward_scores, forward_scores, operands, pieces, schedule):
         lse2 = forward_scores.forward(q8, k8, v, o, **options)
     with on_cpu(backward_scores, backward_scores, operands, pieces):
