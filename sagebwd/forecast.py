@@ -24,14 +24,14 @@ GIB = 2**30
 PRODUCT_SHARE, NARROW = 0.75, 160
 # Attention, forward + backward, TFLOP/s by length, causal: kernels/benchmarks/results/nvidia-h200/results.csv; SageBwd
 # and 1024 by triton.testing.do_bench on commit 79e6470, which leaves out the host's share. With products="scores":
-# results/nvidia-h200-scores (e2421a2), the host's share inside at 1024.
+# results/nvidia-h200-scores (8d0f6d8).
 ATTENTION = {
     ("fpa", 64): {1024: 271.6, 4096: 384.0, 16384: 427.9},  # SDPA cuDNN
     ("fpa", 128): {1024: 347.3, 4096: 484.5, 16384: 540.8},
     ("all", 64): {1024: 185.7, 4096: 300.7, 16384: 373.0},
     ("all", 128): {1024: 194.4, 4096: 361.1, 16384: 453.6},
-    ("scores", 64): {1024: 190.9, 4096: 437.5, 16384: 529.8},
-    ("scores", 128): {1024: 191.5, 4096: 557.4, 16384: 661.0},
+    ("scores", 64): {1024: 253.8, 4096: 467.1, 16384: 582.3},
+    ("scores", 128): {1024: 321.7, 4096: 592.8, 16384: 714.8},
 }
 COPY_SHARE = 0.89  # of the data sheet's bandwidth: 4.26 of 4.8 TB/s in a device copy
 # Reads and writes of the residual stream (times hidden) and of the feed-forward (times ffn), elements a token and
