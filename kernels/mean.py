@@ -79,13 +79,19 @@ def key_mean(x: Tensor, documents: Tensor | None) -> Tensor:
 
 def key_sums(x: Tensor, documents: Tensor | None = None) -> Tensor:
     """Sums of x [B, H, L, D] over slots of ROW_PADDING tokens: [B H, slots, D'] fp32."""
+    h, length, dim = x.shape[1:]
+    sums = new_sums(x, documents)
+    heads, slots, dp = sums.shape
+    tensors, numbers = (x, sums, documents), (*x.stride(), h, length, slots)
+    launch(_slot_sums, heads * slots, tensors, numbers, D=dim, DP=dp, ROWS=SUMMED, num_warps=4)
+    return sums
+
+
+def new_sums(x: Tensor, documents: Tensor | None = None) -> Tensor:
+    """For `key_sums` of x."""
     b, h, length, dim = x.shape
     slots = padded_rows(length) // ROW_PADDING if documents is None else documents.shape[0]
-    dp = padded_dim(dim)
-    sums = x.new_empty((b * h, slots, dp), dtype=torch.float32)
-    tensors, numbers = (x, sums, documents), (*x.stride(), h, length, slots)
-    launch(_slot_sums, b * h * slots, tensors, numbers, D=dim, DP=dp, ROWS=SUMMED, num_warps=4)
-    return sums
+    return x.new_empty((b * h, slots, padded_dim(dim)), dtype=torch.float32)
 
 
 def mean_of(sums: Tensor, length: int, documents: Tensor | None = None) -> Tensor:

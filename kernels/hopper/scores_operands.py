@@ -9,8 +9,7 @@ from torch import Tensor
 
 from sagebwd.kernels.common import padded_rows
 from sagebwd.kernels.launch import launch
-from sagebwd.kernels.mean import SUMMED, sum_slot
-from sagebwd.kernels.packing import ROW_PADDING
+from sagebwd.kernels.mean import SUMMED, new_sums, sum_slot
 from sagebwd.kernels.quantise import Quantised, check_size, round_tile
 
 BLOCK = 64
@@ -87,18 +86,17 @@ def quantise_q(q: Tensor, k: Tensor | None) -> tuple[Quantised, Tensor | None]:
 
     q's first heads come last but for k: who attends begins with those.
     """
-    _, h, m, dim = q.shape
-    q8, sums, kv_heads, n, slots = new_operand(q, norm=True), None, 1, 0, 0
-    if k is not None:
-        b, kv_heads, n = k.shape[:3]
-        slots = padded_rows(n) // ROW_PADDING
-        sums = k.new_empty((b * kv_heads, slots, dim), dtype=torch.float32)
-    q_programs = q8.scale.numel()
+    q8, sums = new_operand(q, norm=True), None if k is None else new_sums(k)
+    slots, q_programs = 0 if sums is None else sums.shape[1], q8.scale.numel()
+    like_k = q if k is None else k
     launch(
-        _round_q_and_sum_k, q_programs + (0 if sums is None else sums.shape[0] * slots),
+        _round_q_and_sum_k, q_programs + (0 if sums is None else len(sums) * slots),
         (q, k, q8.rows, q8.scale, q8.norm, sums),
-        (*q.stride(), *(q if k is None else k).stride(), h, kv_heads, m, n, q8.scale.shape[1], slots, q_programs),
-        ROWS=SUMMED, **OPTIONS, D=dim,
+        (
+            *q.stride(), *like_k.stride(), q.shape[1], like_k.shape[1], q.shape[2], like_k.shape[2],
+            q8.scale.shape[1], slots, q_programs,
+        ),
+        ROWS=SUMMED, **OPTIONS, D=q.shape[3],
     )  # fmt: skip
     return q8, sums
 
